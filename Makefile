@@ -1,0 +1,37 @@
+# Each target does the set-up it needs. Python >= 3.11, make and a package registry are enough.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .make/setup
+
+.PHONY: help setup demo test test-vllm test-envoy lint types bench clean
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## create .venv with the project and all it needs
+$(STAMP): pyproject.toml
+	@mkdir -p .make
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing litellm-prefix-router and its dependencies into .venv (once, about a minute) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(STAMP)
+
+demo: setup ## round robin and prefix routing side by side, on real parts, without a GPU
+	@$(BIN)/prefix-router demo $(ARGS)
+
+test: setup ## unit, property and integration tests (real Redis, real LiteLLM proxy)
+	@$(BIN)/python -m pytest -q -m 'not vllm and not envoy' $(ARGS)
+
+test-envoy: setup ## tests with the real Envoy binary
+	@$(BIN)/python -m pytest -q -m envoy $(ARGS)
+
+lint: setup ## ruff, lint and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: setup ## mypy, strict
+	@$(BIN)/mypy
+
+bench: setup ## every script of benchmarks/, a table each
+	@for b in benchmarks/*.py; do case $$b in */_*) ;; *) echo "== $$b"; $(BIN)/python $$b $(ARGS) || exit 1;; esac; done
+
+clean: ## remove what the targets made
+	rm -rf .venv .venv-* .make .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,21 @@
+"""The command line's table of contents: each subcommand lives in the file of its name and registers here."""
+
+from __future__ import annotations
+
+import typer
+
+from .. import __version__
+
+app = typer.Typer(
+    name="prefix-router",
+    help="Place each LLM request on the replica where serving it costs least.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)

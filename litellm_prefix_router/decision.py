@@ -1,0 +1,83 @@
+"""What the router answers: the choice, how it came about (the receipt), and a reservation of the chosen load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Source(StrEnum):
+    """The knowledge a decision rests on, best first."""
+
+    EXACT = "exact"
+    """Block hashes of the very tokens, looked up in an index that engine events keep true."""
+    APPROXIMATE = "approximate"
+    """What was sent where recently."""
+    HASH = "hash"
+    """Consistent hashing of the prompt's beginning, with bounded loads."""
+    LEAST_LOAD = "least-load"
+    """Load alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateView:
+    """One candidate as the policy saw it. Tokens are counts; `cost` is in seconds of prefill, None where unused."""
+
+    replica_id: str
+    match_tokens: int = 0
+    """Leading prompt tokens that the replica is expected to serve from its cache (engine rule applied: at most
+    prompt - 1)."""
+    recent_tokens: int = 0
+    """Leading tokens that were placed there recently, exact or not."""
+    requests: int = 0
+    pending_prefill_tokens: int = 0
+    active_tokens: int = 0
+    knowledge: str = "none"
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The record of one decision. Holds hashes' counts and names only: no prompt text, no token ids."""
+
+    request_id: str
+    pool: str
+    policy: str
+    source: Source
+    reason: str
+    """Short and stable: "ok", or why the best knowledge was not used ("tokenizer_loading", "index_timeout", ...)."""
+    choice: str
+    prompt_tokens: int = 0
+    """0 where the prompt's tokens are not known."""
+    blocks: int = 0
+    match_tokens: int = 0
+    candidates: tuple[CandidateView, ...] = ()
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
+    """Stage ("encode", "hash", "lookup", "policy", "total") -> milliseconds."""
+    tokens_by: str = ""
+    """Who produced the token ids, see EncodedPrompt.source."""
+    note: str | None = None
+
+    def header(self) -> str:
+        """The receipt in one line of `key=value; ...`, for the response header."""
+        items = [
+            f"replica={self.choice}",
+            f"source={self.source}",
+            f"match={self.match_tokens}/{self.prompt_tokens}",
+            f"policy={self.policy}",
+            f"reason={self.reason}",
+            f"ms={self.timings_ms.get('total', 0.0):.2f}",
+        ]
+        return "; ".join(items)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where to send the request, with the next best replicas behind it in order of cost."""
+
+    replica_id: str
+    ranking: tuple[str, ...]
+    receipt: Receipt
+    reservation: int = 0
+    """Key of the load reservation, for LoadLedger.first_token / release; 0: none."""

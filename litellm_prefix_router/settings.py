@@ -1,0 +1,118 @@
+"""Every setting, once, with its unit and default. No other file reads the environment or a settings file.
+
+Three sources, strongest first: what the caller passes (LiteLLM's `callback_settings.prefix_router`, a YAML file given
+to a command), `PREFIX_ROUTER_*` environment variables, the defaults below.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used: one line that says what to change."""
+
+
+class ModelSettings(BaseModel):
+    """How one model's prompts are tokenized, as its engine does it. The names are the engine's own options."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    tokenizer: str | None = Field(None, description="Folder or Hugging Face id; default: the replica's own model root.")
+    chat_template: str | None = Field(None, description="Template text or file; default: the tokenizer's own.")
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    trust_request_chat_template: bool = False
+    default_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    exclude_tools_when_tool_choice_none: bool = False
+    engine: Literal["auto", "vllm", "sglang"] = "auto"
+    engine_version: str | None = Field(None, description="Default: asked from the replica.")
+    tokenizer_mode: Literal["auto", "hf", "mistral", "harmony", "engine"] = "auto"
+    block_size: int | None = Field(None, ge=1, description="Tokens a block; default: what the engine reports.")
+    lora_modules: list[str] = Field(default_factory=list, description="Names that are adapters of this model.")
+
+
+class Settings(BaseSettings):
+    """All settings. Times carry their unit in the name; sizes are in tokens, blocks or bytes as named."""
+
+    model_config = SettingsConfigDict(env_prefix="PREFIX_ROUTER_", env_nested_delimiter="__", extra="forbid")
+
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, or memory:// (one process).",
+    )
+    key_prefix: str = Field("prefix-router", min_length=1, description="First part of every key in Redis.")
+    policy: str = Field("least-cost", description="Name of the routing policy.")
+    deadline_ms: float = Field(20.0, gt=0, description="Bound on one decision; past it the next best knowledge places.")
+    receipt_header: bool = Field(True, description="Add the x-prefix-router response header.")
+    embedded_indexer: bool = Field(True, description="Follow engine events in the gateway process that has the lease.")
+
+    prefill_tokens_per_s: float = Field(8000.0, gt=0, description="Prefill rate assumed until it has been measured.")
+    backlog_weight: float = Field(2.0, ge=0, description="λ of the cost per second of the fleet's mean backlog.")
+    backlog_weight_max: float = Field(20.0, ge=0, description="Upper bound of λ.")
+    placement_ttl_s: float = Field(30.0, ge=0, description="How long a placement is remembered beside the index.")
+    load_lease_s: float = Field(3.0, gt=0, description="Lease on a gateway's published load.")
+    load_publish_ms: float = Field(100.0, gt=0, description="Interval between two publications of load.")
+    announce_ttl_s: float = Field(30.0, gt=0, description="Lease on a gateway's list of replicas.")
+    indexer_lease_s: float = Field(3.0, gt=0, description="Lease of an indexer on a replica.")
+    block_ttl_s: float = Field(3600.0, gt=0, description="Lifetime of a block's key; the indexer renews what is held.")
+    max_slots: int = Field(4096, ge=8, description="Incarnations a pool can tell apart at once.")
+    reservation_ttl_s: float = Field(
+        900.0, gt=0, description="A request's load is dropped after this, whatever happens."
+    )
+
+    max_body_bytes: int = Field(8 << 20, gt=0, description="Larger prompts are routed without being tokenized.")
+    prompt_cache_mb: int = Field(256, ge=0, description="Memory for rendered and tokenized segments, MiB per process.")
+    redis_timeout_ms: float = Field(15.0, gt=0, description="Bound on one Redis round trip of a decision.")
+    models: dict[str, ModelSettings] = Field(default_factory=dict, description="By model (pool) name.")
+    metrics_port: int | None = Field(None, description="Serve Prometheus metrics of commands on this port.")
+
+
+def load_settings(values: Mapping[str, Any] | None = None, *, where: str = "settings") -> Settings:
+    """Settings from `values` over the environment over defaults. Raises SettingsError with one clear line."""
+    try:
+        return Settings(**dict(values or {}))
+    except ValidationError as error:
+        raise SettingsError(f"{where}: {_explain(error)}") from None
+    except TypeError:
+        raise SettingsError(f"{where}: expected a mapping of settings") from None
+
+
+def load_settings_file(path: Path) -> Settings:
+    """Settings from a YAML file: either the settings alone or a LiteLLM config with a prefix_router section."""
+    import yaml  # not needed on the import path of the gateways
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from None
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path}: expected a mapping of settings")
+    section = content
+    for outer in ("callback_settings", "litellm_settings"):
+        nested = content.get(outer) or {}
+        nested = nested.get("callback_settings", nested) if outer == "litellm_settings" else nested
+        if isinstance(nested, dict) and "prefix_router" in nested:
+            section = nested["prefix_router"] or {}
+    return load_settings(section, where=str(path))
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = list(ModelSettings.model_fields) if name.startswith("models.") else list(Settings.model_fields)
+            close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known settings: {', '.join(known)}"
+            lines.append(f"unknown setting {name!r}{hint}")
+        else:
+            lines.append(f"{name}: {item['msg']} (got {item['input']!r})")
+    return "; ".join(lines)
