@@ -62,9 +62,7 @@ class Settings(BaseSettings):
     indexer_lease_s: float = Field(3.0, gt=0, description="Lease of an indexer on a replica.")
     block_ttl_s: float = Field(3600.0, gt=0, description="Lifetime of a block's key; the indexer renews what is held.")
     max_slots: int = Field(4096, ge=8, description="Incarnations a pool can tell apart at once.")
-    reservation_ttl_s: float = Field(
-        900.0, gt=0, description="A request's load is dropped after this, whatever happens."
-    )
+    reservation_ttl_s: float = Field(900.0, gt=0, description="A request in flight is forgotten after this.")
 
     max_body_bytes: int = Field(8 << 20, gt=0, description="Larger prompts are routed without being tokenized.")
     prompt_cache_mb: int = Field(256, ge=0, description="Memory for rendered and tokenized segments, MiB per process.")
