@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
+from .sim_replica import sim_replica
 
 app = typer.Typer(
     name="prefix-router",
@@ -19,3 +20,6 @@ app = typer.Typer(
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+app.command("sim-replica")(sim_replica)
