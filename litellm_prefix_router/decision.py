@@ -58,6 +58,8 @@ class Receipt:
     tokens_by: str = ""
     """Who produced the token ids, see EncodedPrompt.source."""
     note: str | None = None
+    token_credit: int = 0
+    """Leading prompt tokens expected to need no prefill at the choice: the match, or a more recent placement."""
 
     def header(self) -> str:
         """The receipt in one line of `key=value; ...`, for the response header."""
@@ -80,4 +82,9 @@ class Decision:
     ranking: tuple[str, ...]
     receipt: Receipt
     reservation: int = 0
-    """Key of the load reservation, for LoadLedger.first_token / release; 0: none."""
+    """Key of the load reservation; 0: none."""
+    queued_tokens: int = 0
+    """Uncached tokens that stood before this request's first token at dispatch, its own included."""
+    chain: tuple[int, ...] = ()
+    """Block hashes of the prompt, for what the response may teach."""
+    block_size: int = 0

@@ -56,6 +56,7 @@ class Settings(BaseSettings):
     backlog_weight: float = Field(2.0, ge=0, description="λ of the cost per second of the fleet's mean backlog.")
     backlog_weight_max: float = Field(20.0, ge=0, description="Upper bound of λ.")
     placement_ttl_s: float = Field(30.0, ge=0, description="How long a placement is remembered beside the index.")
+    approximate_ttl_s: float = Field(600.0, ge=0, description="The same for replicas without events.")
     load_lease_s: float = Field(3.0, gt=0, description="Lease on a gateway's published load.")
     load_publish_ms: float = Field(100.0, gt=0, description="Interval between two publications of load.")
     announce_ttl_s: float = Field(30.0, gt=0, description="Lease on a gateway's list of replicas.")

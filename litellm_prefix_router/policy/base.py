@@ -75,6 +75,8 @@ class Policy(Protocol):
     """A named scoring function."""
 
     name: str
+    uses_prefix: bool
+    """Whether it looks at matches; if not, prompts are not tokenized for it."""
 
     def rank(self, given: PolicyInput, rng: Random) -> Ranking:
         """All candidates, best first. `given.candidates` has at least one."""

@@ -19,6 +19,7 @@ class ConsistentHash:
     """Without a prefix key there is nothing to hash: least load."""
 
     name = "chwbl"
+    uses_prefix = True
 
     def rank(self, given: PolicyInput, rng: Random) -> Ranking:
         if given.prefix_key is None:

@@ -17,6 +17,7 @@ class LeastCost:
     """See the module's formula; ties are broken at random."""
 
     name = "least-cost"
+    uses_prefix = True
 
     def rank(self, given: PolicyInput, rng: Random) -> Ranking:
         candidates = given.candidates

@@ -11,6 +11,7 @@ class LeastLoad:
     """The last resort of the ladder, and a baseline."""
 
     name = "least-load"
+    uses_prefix = False
 
     def rank(self, given: PolicyInput, rng: Random) -> Ranking:
         keys = [

@@ -11,6 +11,7 @@ class RandomChoice:
     """Uniform over the candidates."""
 
     name = "random"
+    uses_prefix = False
 
     def rank(self, given: PolicyInput, rng: Random) -> Ranking:
         return Ranking(order_by([()] * len(given.candidates), rng))

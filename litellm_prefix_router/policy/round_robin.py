@@ -11,6 +11,7 @@ class RoundRobin:
     """Position = the pool's decision counter, over the candidates in name order so that health changes shift little."""
 
     name = "round-robin"
+    uses_prefix = False
 
     def rank(self, given: PolicyInput, rng: Random) -> Ranking:
         by_name = sorted(range(len(given.candidates)), key=lambda i: given.candidates[i].replica_id)

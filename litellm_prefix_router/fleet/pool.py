@@ -1,0 +1,110 @@
+"""Pools and their replicas as one gateway knows them: configured at start, completed by what the replicas say.
+
+A *pool* is what a gateway routes within (LiteLLM's model group, Envoy's cluster). Its blocks are indexed under the
+*cache name*, the engine's own name of the base model: an adapter's pool and its base model's pool have the same
+replicas and must meet the same blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..prompt.encoded import PromptEncoder
+from ..settings import ModelSettings
+from .discovery import ReplicaFacts
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(slots=True)
+class Replica:
+    """One replica of this gateway's configuration."""
+
+    replica_id: str
+    address: str
+    """Base URL of the API without /v1."""
+    model: str
+    """The engine's model name that requests carry."""
+    dp_rank: int = 0
+    events: str | None = None
+    replay: str | None = None
+    facts: ReplicaFacts = field(default_factory=ReplicaFacts)
+
+
+@dataclass(slots=True)
+class Pool:
+    """Replicas that a request of this name may go to."""
+
+    name: str
+    replicas: dict[str, Replica]
+    settings: ModelSettings = field(default_factory=lambda: ModelSettings())
+    encoder: PromptEncoder | None = None
+    encoder_problem: str | None = None
+    """Why there is no encoder, for people."""
+    sequence: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def model(self) -> str:
+        """The engine's model name: what most replicas of the pool are asked for."""
+        return Counter(replica.model for replica in self.replicas.values()).most_common(1)[0][0]
+
+    @property
+    def facts(self) -> ReplicaFacts:
+        """The first reachable replica's answers (the replicas of a pool are alike)."""
+        return next((r.facts for r in self.replicas.values() if r.facts.reachable), ReplicaFacts())
+
+    @property
+    def lora_modules(self) -> frozenset[str]:
+        return frozenset(self.settings.lora_modules) | frozenset(self.facts.lora_modules)
+
+    @property
+    def cache_name(self) -> str:
+        """Name under which the pool's blocks are indexed."""
+        facts = self.facts
+        if facts.base_model and (self.model in facts.aliases or self.model in facts.lora_modules):
+            return facts.base_model
+        return self.model
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block: the setting, else what most replicas report, else vLLM's default."""
+        if self.settings.block_size:
+            return self.settings.block_size
+        reported = Counter(r.facts.block_size for r in self.replicas.values() if r.facts.block_size)
+        return reported.most_common(1)[0][0] if reported else DEFAULT_BLOCK_SIZE
+
+    def describe_problems(self, block_sizes: Mapping[str, int]) -> Iterable[str]:
+        """One line for each thing that keeps a replica from exact routing; `block_sizes` as the index knows them."""
+        for replica in self.replicas.values():
+            size = block_sizes.get(replica.replica_id) or replica.facts.block_size
+            if size and size != self.block_size:
+                yield (
+                    f"replica {replica.replica_id} of pool {self.name!r} has block size {size}, the pool "
+                    f"{self.block_size}: it is routed by load and recent placements only"
+                )
+            facts = replica.facts
+            if facts.reachable and facts.aliases and replica.model not in (*facts.aliases, *facts.lora_modules):
+                yield (
+                    f"replica {replica.replica_id} does not serve model {replica.model!r}; "
+                    f"it serves: {', '.join((*facts.aliases, *facts.lora_modules))}"
+                )
+
+
+class Fleet:
+    """The pools of a gateway, by name."""
+
+    def __init__(self, pools: Iterable[Pool] = ()) -> None:
+        self.pools: dict[str, Pool] = {pool.name: pool for pool in pools}
+
+    def pool(self, name: str) -> Pool | None:
+        return self.pools.get(name)
+
+    def by_cache_name(self) -> Mapping[str, Sequence[Replica]]:
+        """Cache name -> its replicas, each once, over all pools."""
+        found: dict[str, dict[str, Replica]] = {}
+        for pool in self.pools.values():
+            found.setdefault(pool.cache_name, {}).update(pool.replicas)
+        return {name: list(replicas.values()) for name, replicas in found.items()}

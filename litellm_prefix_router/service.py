@@ -1,0 +1,212 @@
+"""A gateway's running core: the router with everything around it that goes on in the background.
+
+It asks replicas what they are, builds prompt encoders when the tokenizers' whereabouts are known, announces the
+replicas to the indexers, publishes this gateway's load, and runs the embedded indexer. Gateways own one service each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+
+import httpx
+
+from .background import BackgroundLoop
+from .decision import Decision
+from .encoders import EncoderShelf
+from .events import EmbeddedIndexer
+from .fleet.discovery import ask_replica
+from .fleet.pool import Fleet, Pool, Replica
+from .index import IndexHandle, open_index
+from .index.contract import IndexReader, IndexUnavailable, ReplicaLoad, ReplicaRecord
+from .observe.metrics import Metrics, Tally
+from .policy import policy_named
+from .request import RoutingRequest
+from .router import PrefixRouter
+from .settings import Settings
+
+logger = logging.getLogger("litellm_prefix_router")
+
+REDISCOVER_S = 30.0
+RETRY_DISCOVERY_S = 1.0
+TICK_S = 1.0
+
+_metrics_lock = threading.Lock()
+_metrics: list[Metrics] = []
+
+
+def process_metrics() -> Metrics:
+    """The process's metrics: Prometheus knows each name once."""
+    with _metrics_lock:
+        if not _metrics:
+            _metrics.append(Metrics())
+        return _metrics[0]
+
+
+def check_settings(settings: Settings) -> None:
+    """Everything that can be known to be wrong before the first request. Raises SettingsError."""
+    policy_named(settings.policy)
+    open_index(settings)
+
+
+class RouterService:
+    """Start once, then route from any event loop or thread. Raises SettingsError for settings that cannot work."""
+
+    def __init__(self, settings: Settings, *, gateway_id: str | None = None) -> None:
+        check_settings(settings)
+        self.settings = settings
+        self.gateway_id = gateway_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
+        self.tally = Tally(process_metrics())
+        self.fleet = Fleet()
+        self.index: IndexHandle = open_index(settings, gateway_id=self.gateway_id)
+        self.encoders = EncoderShelf(settings)
+        self.router = PrefixRouter(settings, self.fleet, self._reader, observer=self.tally)
+        self.every_tick: list[Callable[[], None]] = [lambda: self.router.ledger.expire() and None]
+        self._readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, IndexReader] = weakref.WeakKeyDictionary()
+        self._background = BackgroundLoop("prefix-router")
+        self._indexer: EmbeddedIndexer | None = None
+        self._wake = threading.Event()
+        self._started = False
+        self._told: set[str] = set()
+
+    def start(self) -> None:
+        """Begin background work. Harmless when repeated."""
+        if self._started:
+            return
+        self._started = True
+        for work in (self._discover, self._announce, self._publish, self._tick):
+            self._background.submit(_forever(work))
+        if self.settings.embedded_indexer:
+            self._indexer = EmbeddedIndexer(self.settings, self.index)
+            self._indexer.start()
+
+    def stop(self) -> None:
+        """End background work and close connections."""
+        if self._indexer is not None:
+            self._indexer.stop()
+        self._background.stop()
+        self._started = False
+
+    def set_pools(self, pools: Mapping[str, Pool]) -> None:
+        """Replace the pools; what is known of replicas that stay is kept."""
+        facts = {r.replica_id: r.facts for pool in self.fleet.pools.values() for r in pool.replicas.values()}
+        for pool in pools.values():
+            for replica in pool.replicas.values():
+                if not replica.facts.reachable and replica.replica_id in facts:
+                    replica.facts = facts[replica.replica_id]
+            self.encoders.equip(pool)
+        gone = facts.keys() - {r for pool in pools.values() for r in pool.replicas}
+        for replica_id in gone:
+            self.router.placements.forget(replica_id)
+            self.router.confidence.forget(replica_id)
+        self.fleet.pools = dict(pools)
+
+    def route_sync(self, request: RoutingRequest) -> Decision:
+        """`route` for callers without an event loop."""
+        return self._background.submit(self.router.route(request)).result()
+
+    def _reader(self) -> IndexReader:
+        loop = asyncio.get_running_loop()
+        reader = self._readers.get(loop)
+        if reader is None:
+            reader = self._readers[loop] = self.index.reader()
+        return reader
+
+    # --- background work ------------------------------------------------------------------------------------------
+
+    async def _discover(self) -> None:
+        """Ask every replica what it is; again soon while one has not answered, and now and then later."""
+        asked: dict[str, float] = {}
+        async with httpx.AsyncClient() as client:
+            while True:
+                now = time.monotonic()
+                due: dict[str, list[Replica]] = {}
+                for pool in self.fleet.pools.values():
+                    for replica in pool.replicas.values():
+                        wait_s = REDISCOVER_S if replica.facts.reachable else RETRY_DISCOVERY_S
+                        if now - asked.get(replica.address, float("-inf")) >= wait_s:
+                            due.setdefault(replica.address, []).append(replica)
+                if due:
+                    answers = await asyncio.gather(*(ask_replica(client, address) for address in due))
+                    for (address, replicas), facts in zip(due.items(), answers, strict=True):
+                        asked[address] = time.monotonic()
+                        for replica in replicas:
+                            if facts.reachable:
+                                replica.facts = facts
+                    for pool in self.fleet.pools.values():
+                        self.encoders.equip(pool)
+                        self._tell(pool)
+                await asyncio.sleep(0.2)
+
+    def _tell(self, pool: Pool) -> None:
+        """Log each problem of a pool once, and once more if it comes back."""
+        for line in pool.describe_problems({}):
+            if line not in self._told:
+                self._told.add(line)
+                logger.warning("prefix-router: %s", line)
+
+    async def _announce(self) -> None:
+        """Tell the indexers which replicas to follow."""
+        announced: dict[str, list[ReplicaRecord]] = {}
+        last = float("-inf")
+        while True:
+            wanted = {name: [_record(r) for r in replicas] for name, replicas in self.fleet.by_cache_name().items()}
+            if wanted != announced or time.monotonic() - last > self.settings.announce_ttl_s / 3:
+                try:
+                    for name in announced.keys() - wanted.keys():
+                        await self._reader().announce(name, [], self.settings.announce_ttl_s)
+                    for name, records in wanted.items():
+                        await self._reader().announce(name, records, self.settings.announce_ttl_s)
+                    announced, last = wanted, time.monotonic()
+                except IndexUnavailable:
+                    pass  # tried again below; decisions report it
+            await asyncio.sleep(0.2)
+
+    async def _publish(self) -> None:
+        """Tell the other gateways this one's load: at once when it changed, else to renew the lease."""
+        last: dict[str, Mapping[str, ReplicaLoad]] = {}
+        renewed: dict[str, float] = {}
+        while True:
+            loads = self.router.ledger.loads()
+            for name, replicas in self.fleet.by_cache_name().items():
+                mine = {r.replica_id: loads[r.replica_id] for r in replicas if r.replica_id in loads}
+                overdue = time.monotonic() - renewed.get(name, 0.0) > self.settings.load_lease_s / 3
+                if mine != last.get(name) or overdue:
+                    try:
+                        await self._reader().publish_loads(name, self.gateway_id, mine, self.settings.load_lease_s)
+                        last[name], renewed[name] = mine, time.monotonic()
+                    except IndexUnavailable:
+                        pass
+            await asyncio.sleep(self.settings.load_publish_ms / 1e3)
+
+    async def _tick(self) -> None:
+        while True:
+            for work in self.every_tick:
+                work()
+            await asyncio.sleep(TICK_S)
+
+
+def _record(replica: Replica) -> ReplicaRecord:
+    return ReplicaRecord(
+        replica_id=replica.replica_id,
+        address=replica.address,
+        dp_rank=replica.dp_rank,
+        events=replica.events,
+        replay=replica.replay,
+    )
+
+
+async def _forever(work: Callable[[], Awaitable[None]]) -> None:
+    """Background work that fails is logged and begun again; decisions go on meanwhile."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("background work %s failed; beginning again", work.__name__)
+            await asyncio.sleep(TICK_S)
