@@ -85,11 +85,12 @@ class Api:
 
     async def _chat(self, request: HttpRequest) -> Response:
         body = await self._generation_body(request)
-        return await self._complete(request, body, [self._reader.chat_prompt(body)], chat=True)
+        return await self._complete(request, body, [await self._chat_prompt(body)], chat=True)
 
     async def _completions(self, request: HttpRequest) -> Response:
         body = await self._generation_body(request)
-        return await self._complete(request, body, self._reader.text_prompts(body), chat=False)
+        prompts = await asyncio.to_thread(self._reader.text_prompts, body)
+        return await self._complete(request, body, prompts, chat=False)
 
     async def _responses(self, request: HttpRequest) -> Response:
         body = await self._generation_body(request)
@@ -97,7 +98,7 @@ class Api:
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or [])
         if isinstance(body.get("instructions"), str):
             messages.insert(0, {"role": "system", "content": body["instructions"]})
-        job = self._job(request, body, [self._reader.chat_prompt({**body, "messages": messages})])
+        job = self._job(request, body, [await self._chat_prompt({**body, "messages": messages})])
         generation = await self._gather(request, job)
         return JSONResponse(responses_body(job, generation.choices[0], self._usage(job, generation)))
 
@@ -106,7 +107,7 @@ class Api:
         messages = list(body.get("messages") or [])
         if body.get("system"):
             messages.insert(0, {"role": "system", "content": body["system"]})
-        job = self._job(request, body, [self._reader.chat_prompt({**body, "messages": messages})])
+        job = self._job(request, body, [await self._chat_prompt({**body, "messages": messages})])
         generation = await self._gather(request, job)
         return JSONResponse(messages_body(job, generation.choices[0], self._usage(job, generation)))
 
@@ -170,6 +171,10 @@ class Api:
     def _job(self, request: HttpRequest, body: Mapping[str, Any], prompts: list[list[int]]) -> Job:
         return self._reader.job(body, prompts, request.headers)
 
+    async def _chat_prompt(self, body: Mapping[str, Any]) -> list[int]:
+        # In a thread: several ms for a long prompt, and several replicas may share this event loop.
+        return await asyncio.to_thread(self._reader.chat_prompt, body)
+
     def _usage(self, job: Job, generation: Generation) -> Usage:
         return Usage.of(job, generation.choices, self._config.block_size)
 
@@ -185,7 +190,10 @@ class Api:
 
     async def _tokenize(self, request: HttpRequest) -> Response:
         body = await self._body(request)
-        ids = self._reader.chat_prompt(body) if "messages" in body else self._reader.text_prompts(body)[0]
+        if "messages" in body:
+            ids = await self._chat_prompt(body)
+        else:
+            ids = (await asyncio.to_thread(self._reader.text_prompts, body))[0]
         names = [self._tokenizer.token(token) for token in ids] if body.get("return_token_strs") else None
         limit = self._reader.max_model_len
         return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})

@@ -30,6 +30,8 @@ class Request:
     """False (prompt_logprobs): nothing is reused, everything is computed and stored again."""
     report_hits: bool = False
     """Announce reused blocks again (kv_cache_report_mode=full)."""
+    finish_reason: str = "length"
+    """Why the answer ends where it does: "stop" or "length"."""
 
     tokens: list[int] = field(default_factory=list)
     """Prompt and what has been sampled so far."""
@@ -40,7 +42,6 @@ class Request:
     digests: list[Digest] = field(default_factory=list)
     stored: int = 0
     """Blocks of this chain that are findable."""
-    arrived_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -171,6 +172,7 @@ class Engine:
             if request.finished:
                 self.running.remove(request)
                 self._free(request)
+                self.stats.finished[request.finish_reason] += 1
         return out
 
     def take_events(self) -> list[Event]:

@@ -35,7 +35,6 @@ class Generation:
         self._requests = requests
         self._tokenizer = tokenizer
         self._drop_after = drop_after
-        self._eos = tokenizer.eos_id
         self._out: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         self.choices = [Choice(index, request.prompt) for index, request in enumerate(requests)]
         streams = [rank.submit(request) for request in requests]
@@ -80,7 +79,7 @@ class Generation:
                 pending.append(token)
                 done = len(choice.tokens) == len(request.answer)
                 if done:
-                    choice.finish_reason = "stop" if token == self._eos else "length"
+                    choice.finish_reason = request.finish_reason
                 text = self._tokenizer.decode(pending)
                 if text.endswith(UNFINISHED) and not done:
                     continue
@@ -106,23 +105,25 @@ class Generator:
     def start(self, job: Job, rank: int | None) -> Generation:
         """Queue the call's requests on `rank`, or on the least busy one. Raises ApiError for what cannot fit."""
         chosen = self._ranks[rank] if rank is not None else self._least_busy()
-        requests = [
-            Request(
-                prompt,
-                self._answer(job, prompt, choice),
-                job.labels,
-                job.lora_path,
-                job.read_cache,
-                job.report_hits,
-            )
-            for prompt in job.prompts
-            for choice in range(job.choices)
-        ]
+        requests = [self._request(job, prompt, choice) for prompt in job.prompts for choice in range(job.choices)]
         drop_after = self._faults.drop_after_tokens if self._faults.use("drop_requests") else None
         try:
             return Generation(job, chosen, requests, self._tokenizer, drop_after)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
+
+    def _request(self, job: Job, prompt: Sequence[int], choice: int) -> Request:
+        answer = self._answer(job, prompt, choice)
+        ended = bool(answer) and answer[-1] == self._tokenizer.eos_id
+        return Request(
+            prompt,
+            answer,
+            job.labels,
+            job.lora_path,
+            job.read_cache,
+            job.report_hits,
+            "stop" if ended else "length",
+        )
 
     def _answer(self, job: Job, prompt: Sequence[int], choice: int) -> list[int]:
         if self._script is not None:
