@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
+from .demo import demo
 from .sim_replica import sim_replica
 
 app = typer.Typer(
@@ -22,4 +23,5 @@ def version() -> None:
     typer.echo(__version__)
 
 
+app.command()(demo)
 app.command("sim-replica")(sim_replica)

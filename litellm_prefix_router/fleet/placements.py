@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 
 class PlacementMemory:
@@ -43,7 +44,7 @@ class PlacementMemory:
         low, high = 0, len(blocks)
         while low < high:
             middle = (low + high + 1) // 2
-            if held.get(blocks[middle - 1], -1.0) >= horizon:
+            if held.get(blocks[middle - 1], -inf) >= horizon:
                 low = middle
             else:
                 high = middle - 1

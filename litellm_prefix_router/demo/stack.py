@@ -1,0 +1,123 @@
+"""What the demo starts: an embedded Redis, simulated replicas, and the real LiteLLM proxy in front of them."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from .processes import Processes, consecutive_ports, free_ports
+
+MODEL = "tiny"
+GROUP = "chat"
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One fleet with its gateway, up and running."""
+
+    name: str
+    url: str
+    key: str
+    replicas: tuple[str, ...]
+    redis_url: str
+    key_prefix: str
+    config: Path
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"}
+
+
+def proxy_config(replicas: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """LiteLLM's config.yaml as a user would write it; examples/litellm/config.yaml is the same by hand."""
+    return {
+        "model_list": [
+            {
+                "model_name": GROUP,
+                "litellm_params": {"model": f"hosted_vllm/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"},
+                "model_info": {"id": f"replica-{i}"},
+            }
+            for i, url in enumerate(replicas, 1)
+        ],
+        "litellm_settings": {"callbacks": "litellm_prefix_router.prefix_router"},
+        "callback_settings": {"prefix_router": settings},
+        "general_settings": {"master_key": "os.environ/LITELLM_MASTER_KEY"},
+    }
+
+
+async def start_stack(
+    name: str,
+    processes: Processes,
+    folder: Path,
+    *,
+    policy: str,
+    replicas: int,
+    redis_url: str,
+    num_blocks: int,
+    prefill_tokens_per_s: float,
+) -> Stack:
+    """Start replicas and proxy. Raises StartError."""
+    (proxy_port,) = free_ports(1)
+    first = consecutive_ports(replicas)
+    processes.start(
+        f"{name}-replicas",
+        [
+            *_command("prefix-router"),
+            "sim-replica",
+            *("--replicas", str(replicas), "--port", str(first), "--model-name", MODEL),
+            *("--block-size", str(BLOCK_SIZE), "--num-blocks", str(num_blocks)),
+            *("--prefill-tokens-per-s", str(prefill_tokens_per_s)),
+        ],
+    )
+    ports = range(first, first + replicas)
+    urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+    key, prefix = f"sk-{secrets.token_urlsafe(24)}", f"demo-{name}-{secrets.token_hex(4)}"
+    settings = {
+        "redis_url": redis_url,
+        "key_prefix": prefix,
+        "policy": policy,
+        "prefill_tokens_per_s": prefill_tokens_per_s,
+    }
+    config = folder / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(proxy_config(urls, settings), sort_keys=False), encoding="utf-8")
+    environment = {
+        "LITELLM_MASTER_KEY": key,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_TELEMETRY": "False",
+        "LITELLM_LOG": "ERROR",
+    }
+    processes.start(
+        f"{name}-litellm",
+        [
+            *_command("litellm"),
+            *("--config", str(config), "--host", "127.0.0.1", "--port", str(proxy_port), "--telemetry", "False"),
+        ],
+        environment,
+    )
+    stack = Stack(name, f"http://127.0.0.1:{proxy_port}", key, urls, redis_url, prefix, config)
+    async with httpx.AsyncClient(timeout=2) as client:
+
+        async def up() -> bool:
+            for url in (*(f"{url}/health" for url in urls), f"{stack.url}/health/liveliness"):
+                try:
+                    if (await client.get(url)).status_code != 200:
+                        return False
+                except httpx.HTTPError:
+                    return False
+            return True
+
+        await processes.until(f"the {name} fleet", up, timeout_s=90)
+    return stack
+
+
+def _command(name: str) -> list[str]:
+    """An installed command of this Python environment, whatever the PATH says."""
+    beside = Path(sys.executable).parent / name
+    return [str(beside)] if beside.exists() else [name]
