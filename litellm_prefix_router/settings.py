@@ -33,6 +33,7 @@ class ModelSettings(BaseModel):
     engine: Literal["auto", "vllm", "sglang"] = "auto"
     engine_version: str | None = Field(None, description="Default: asked from the replica.")
     tokenizer_mode: Literal["auto", "hf", "mistral", "harmony", "engine"] = "auto"
+    max_model_len: int | None = Field(None, ge=1, description="Context in tokens; default: what the engine says.")
     block_size: int | None = Field(None, ge=1, description="Tokens a block; default: what the engine reports.")
     lora_modules: list[str] = Field(default_factory=list, description="Names that are adapters of this model.")
 
@@ -61,6 +62,11 @@ class Settings(BaseSettings):
     load_publish_ms: float = Field(100.0, gt=0, description="Interval between two publications of load.")
     announce_ttl_s: float = Field(30.0, gt=0, description="Lease on a gateway's list of replicas.")
     indexer_lease_s: float = Field(3.0, gt=0, description="Lease of an indexer on a replica.")
+    write_batch_blocks: int = Field(512, ge=1, description="Blocks that one write sends: Redis is busy about 1 ms.")
+    write_backlog_blocks: int = Field(200_000, ge=1, description="Writes kept for an unreachable Redis, per pool.")
+    snapshot_interval_s: float = Field(60.0, gt=0, description="How often a tracker's state is saved for its successor.")
+    replay_timeout_s: float = Field(5.0, gt=0, description="Silence after which an engine's replay counts as failed.")
+    max_blocks_per_replica: int = Field(4_000_000, ge=1, description="Blocks a tracker follows at most.")
     block_ttl_s: float = Field(3600.0, gt=0, description="Lifetime of a block's key; the indexer renews what is held.")
     max_slots: int = Field(4096, ge=8, description="Incarnations a pool can tell apart at once.")
     reservation_ttl_s: float = Field(900.0, gt=0, description="A request in flight is forgotten after this.")
@@ -68,6 +74,9 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(8 << 20, gt=0, description="Larger prompts are routed without being tokenized.")
     prompt_cache_mb: int = Field(256, ge=0, description="Memory for rendered and tokenized segments, MiB per process.")
     redis_timeout_ms: float = Field(15.0, gt=0, description="Bound on one Redis round trip of a decision.")
+    redis_probe_ms: float = Field(100.0, gt=0, description="First interval of probing a Redis that did not answer.")
+    redis_write_timeout_ms: float = Field(2000.0, gt=0, description="Bound on one Redis round trip of an indexer.")
+    lookup_max_reads: int = Field(1024, ge=0, description="Blocks that a lookup reads at most to find where runs end.")
     models: dict[str, ModelSettings] = Field(default_factory=dict, description="By model (pool) name.")
     metrics_port: int | None = Field(None, description="Serve Prometheus metrics of commands on this port.")
 

@@ -40,6 +40,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix time of the last event batch, 0.0 before the first."""
     note: str | None = None
     """Why knowledge is not exact, for people."""
+    epoch: str = ""
+    """Which life of the roster the slot belongs to; filled in by the index."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -101,24 +103,83 @@ class IndexReader(Protocol):
     async def close(self) -> None: ...
 
 
-class IndexWriter(Protocol):
-    """What an indexer needs. `fence` is the token of its lease on the replica; a stale one is refused (Fenced)."""
+class BlockWrite(msgspec.Struct, frozen=True):
+    """Blocks that a replica's incarnation now holds, or holds no more. `fence` is the token of the writer's lease."""
 
-    async def begin_incarnation(self, pool: str, record: ReplicaRecord, fence: int) -> ReplicaRecord:
-        """Give the replica a fresh slot, publish it in the roster, retire the old one. O(1) for readers."""
+    record: ReplicaRecord
+    """As returned by `begin_incarnation`: slot and epoch count."""
+    fence: int
+    held: bool
+    blocks: bytes
+    """Block hashes, packed 8 bytes each (layout.pack_hashes)."""
+    tier: str = "gpu"
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What one round of renewing and taking leases came to."""
+
+    epoch: str
+    """Life of the roster; when it differs from a record's, the roster was lost: write everything again."""
+    renewed: frozenset[str]
+    claimed: Mapping[str, int]
+    """Replica id -> fence of the leases that are new to this indexer."""
+    fair_share: int
+    """Replicas that each live indexer should hold at most."""
+    indexers: int
+    """Live indexers, this one included."""
+
+
+class IndexWriter(Protocol):
+    """What an indexer needs. A write by one that lost its lease is refused (Fenced, or listed by `apply`)."""
+
+    async def pools(self) -> Sequence[str]:
+        """Pools that gateways announced lately."""
         ...
 
-    async def store(self, pool: str, slot: int, blocks: Sequence[int], fence: int, tier: str = "gpu") -> None: ...
+    async def announced(self, pool: str) -> Mapping[str, ReplicaRecord]:
+        """Replicas that some gateway with a live lease serves."""
+        ...
 
-    async def remove(self, pool: str, slot: int, blocks: Sequence[int], fence: int, tier: str = "gpu") -> None: ...
+    async def claim(self, pool: str, indexer: str, replicas: Mapping[str, int], ttl_s: float) -> Claim:
+        """Renew the leases held (replica id -> fence) and take free ones (fence 0) up to a fair share."""
+        ...
 
-    async def update(self, pool: str, record: ReplicaRecord, fence: int) -> None:
-        """Publish a changed record (knowledge, last event, note) of the same incarnation."""
+    async def release(self, pool: str, indexer: str, leases: Mapping[str, int], *, leave: bool = False) -> None:
+        """Give leases up (replica id -> fence); `leave`: this indexer is going away."""
+        ...
+
+    async def roster(self, pool: str) -> Mapping[str, ReplicaRecord]: ...
+
+    async def begin_incarnation(self, pool: str, record: ReplicaRecord, fence: int) -> ReplicaRecord:
+        """Give the replica a fresh slot, publish it in the roster, retire the old one. O(1) for readers.
+
+        The answer has no slot when all `max_slots` are taken or not yet reusable. Raises Fenced.
+        """
+        ...
+
+    async def apply(self, pool: str, writes: Sequence[BlockWrite]) -> frozenset[str]:
+        """Write in order; idempotent. Returns the replicas whose writes were refused (lease, slot or epoch lost)."""
+        ...
+
+    async def update(self, pool: str, record: ReplicaRecord, fence: int, *, urgent: bool = True) -> bool:
+        """Publish a changed record of the same incarnation (without a slot: of a replica that has no events).
+
+        `urgent`: readers notice with their next lookup, otherwise within seconds. False: the incarnation is not
+        current any more. Raises Fenced.
+        """
         ...
 
     async def retire(self, pool: str, replica_id: str, fence: int) -> None:
-        """Take the replica off the roster; its slot is recycled once no bitmap can mention it."""
+        """Take the replica off the roster and end the lease; its slot is recycled once no bitmap can mention it."""
         ...
+
+    async def save_snapshot(self, pool: str, replica_id: str, fence: int, blob: bytes) -> None:
+        """Keep a tracker's state for whoever follows this replica next. Raises Fenced."""
+        ...
+
+    async def load_snapshot(self, pool: str, replica_id: str) -> bytes | None: ...
+
+    async def close(self) -> None: ...
 
 
 class Fenced(Exception):

@@ -1,0 +1,254 @@
+"""The index as gateways read it, in Redis.
+
+A lookup is one `MGET` of the roster's version, the other gateways' loads, placements and the plan's probes, and another
+of the gaps where runs end. A third round trip happens only right after the roster changed. See layout for the keys.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..settings import Settings
+from .connect import connect
+from .contract import IndexLookup, ReplicaLoad, ReplicaRecord
+from .layout import LOWER_TIERS, TIERS, Layout, block_keys, pack_hashes, pools_key, replica_tag
+from .plan import LookupPlan, canonical_positions
+from .records import as_fields, decode_loads, decode_roster, encode_announcement, encode_loads, sum_loads
+from .redis_guard import RedisGuard
+from .scripts import ANNOUNCE, LOADS, PLACE, run_script
+
+_PLACED_CAP = 16
+"""Most replicas that one placement key remembers (8 bytes each)."""
+_ROSTER_AGE_S = 5.0
+"""A roster is read again after this even when its version stands still: the times of last events move without it."""
+_OFFSET_AGE_S = 60.0
+_POOLS_TTL_S = 7200
+
+
+class _PoolView:
+    """What one reader knows about a pool between lookups."""
+
+    __slots__ = (
+        "families", "gateways", "known", "layout", "live", "loads", "loads_at", "loads_raw", "roster", "roster_at",
+        "slots", "tags", "tiers", "version",
+    )  # fmt: skip
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.version: bytes | None = b"?"  # not read yet
+        self.roster: Mapping[str, ReplicaRecord] = {}
+        self.roster_at = float("-inf")
+        self.live = 0
+        self.slots: dict[int, str] = {}
+        self.tiers: tuple[str, ...] = ("gpu",)
+        self.families: list[bytes] = []
+        self.tags: dict[bytes, str] = {}
+        self.known: set[str] = set()
+        self.gateways: tuple[str, ...] = ()
+        self.loads: Mapping[str, ReplicaLoad] = {}
+        self.loads_at = float("-inf")
+        self.loads_raw: tuple[bytes | None, ...] = ()
+
+    def take_roster(self, version: bytes | None, fields: Mapping[bytes, bytes], now: float) -> None:
+        epoch = (version or b"").partition(b":")[0]
+        self.version = version
+        self.roster_at = now
+        valid = bool(epoch) and fields.get(b"@e") == epoch
+        self.roster = decode_roster(fields) if valid else {}
+        self.slots = {r.slot: name for name, r in self.roster.items() if r.slot is not None}
+        self.live = sum(1 << slot for slot in self.slots)
+        lower = [tier for tier in LOWER_TIERS if b"@t" + TIERS[tier] in fields]
+        self.tiers = ("gpu", *lower)
+        self.families = [self.layout.family(tier, epoch) for tier in self.tiers] if valid else []
+        self.know(self.roster)
+
+    def know(self, names: Mapping[str, Any] | Sequence[str]) -> None:
+        for name in names:
+            if name not in self.known:
+                self.known.add(name)
+                self.tags[replica_tag(name)] = name
+
+
+class RedisIndexReader:
+    """IndexReader over Redis. Belongs to the event loop that first uses it; cheap, so make one per loop.
+
+    Give all readers of one process the same `gateway_id`: a gateway's own load is left out of `IndexLookup.loads`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        gateway_id: str | None = None,
+        *,
+        client: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.gateway_id = gateway_id or uuid.uuid4().hex[:12]
+        self._settings = settings
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._clock_offset_s = 0.0  # the server's wall clock minus ours
+        self._offset_at = float("-inf")
+        self._own = {self.gateway_id}
+        self._pools: dict[str, _PoolView] = {}
+        self._loads_age_s = settings.load_publish_ms / 4000
+        self._guard = RedisGuard(
+            client if client is not None else connect(settings.redis_url, settings),
+            settings.redis_timeout_ms / 1000,
+            settings.redis_probe_ms / 1000,
+            clock,
+        )
+
+    @property
+    def breaker_state(self) -> str:
+        """ "closed", "open" or "probing"."""
+        return self._guard.breaker.state
+
+    async def lookup(self, pool: str, blocks: Sequence[int]) -> IndexLookup:
+        view = self._view(pool)
+        if self._clock() - view.roster_at > _ROSTER_AGE_S:
+            await self._read_roster(view)
+        placed = canonical_positions(len(blocks)) if self._settings.placement_ttl_s > 0 else ()
+        placed_keys = block_keys(view.layout.placed, blocks, placed)
+        for _ in range(3):  # more only if the roster changes with each round trip
+            plan = LookupPlan(len(blocks), view.live, len(view.tiers), self._settings.lookup_max_reads)
+            load_keys = self._load_keys(view)
+            keys = [view.layout.version, view.layout.gateways, *load_keys, *placed_keys]
+            for family in view.families:
+                keys += block_keys(family, blocks, plan.probes)
+            values = await self._mget(keys)
+            self._take_loads(view, values[1], values[2 : 2 + len(load_keys)], len(load_keys) > 0)
+            if values[0] == view.version:
+                break
+            await self._read_roster(view)
+        first = 2 + len(load_keys)
+        recent = self._recent(view, placed, values[first : first + len(placed)])
+        spans = plan.probed(
+            _levels(values[first + len(placed) :], len(plan.probes), len(plan.probes and view.families))
+        )
+        if spans:
+            keys = []
+            for family in view.families:
+                keys += block_keys(family, blocks, spans)
+            rows = _levels(await self._mget(keys), len(spans), len(view.families))
+            plan.filled([dict(zip(spans, row, strict=True)) for row in rows])
+        return IndexLookup(
+            matches={view.slots[slot]: count for slot, count in plan.matches().items() if slot in view.slots},
+            recent=recent,
+            lower={
+                tier: {view.slots[slot]: n for slot, n in plan.matches(level).items() if slot in view.slots}
+                for level, tier in enumerate(view.tiers)
+                if level
+            },
+            loads=view.loads,
+            roster=view.roster,
+        )
+
+    async def roster(self, pool: str) -> Mapping[str, ReplicaRecord]:
+        view = self._view(pool)
+        await self._read_roster(view)
+        return view.roster
+
+    async def announce(self, pool: str, replicas: Sequence[ReplicaRecord], ttl_s: float) -> None:
+        view = self._view(pool)
+        view.know([record.replica_id for record in replicas])
+        args = [self.gateway_id, int(ttl_s * 1000), encode_announcement(replicas)]
+        await self._script(ANNOUNCE, [view.layout.announced], args)
+        now = self._wall_clock()
+        pools = pools_key(self._settings.key_prefix)
+        client = self._guard.client
+        await self._guard.call(lambda: client.execute_command("ZADD", pools, now, pool))
+        await self._guard.call(lambda: client.execute_command("ZREMRANGEBYSCORE", pools, "-inf", now - _POOLS_TTL_S))
+        await self._guard.call(lambda: client.execute_command("EXPIRE", pools, _POOLS_TTL_S))
+
+    async def place(self, pool: str, replica_id: str, blocks: Sequence[int], ttl_s: float) -> None:
+        if not blocks or ttl_s <= 0:
+            return
+        view = self._view(pool)
+        view.know([replica_id])
+        hashes = pack_hashes([blocks[at] for at in canonical_positions(len(blocks))])
+        args = [replica_tag(replica_id), max(1, round(ttl_s)), _PLACED_CAP, hashes]
+        await self._script(PLACE, [view.layout.placed], args)
+
+    async def publish_loads(self, pool: str, gateway_id: str, loads: Mapping[str, ReplicaLoad], ttl_s: float) -> None:
+        self._own.add(gateway_id)
+        layout = self._view(pool).layout
+        args = [gateway_id, int(ttl_s * 1000), encode_loads(loads)]
+        await self._script(LOADS, [layout.gateways, layout.load(gateway_id)], args)
+
+    async def close(self) -> None:
+        await self._guard.close()
+
+    def _view(self, pool: str) -> _PoolView:
+        view = self._pools.get(pool)
+        if view is None:
+            view = self._pools[pool] = _PoolView(Layout(self._settings.key_prefix, pool))
+        return view
+
+    async def _mget(self, keys: list[bytes]) -> list[bytes | None]:
+        client = self._guard.client
+        values: list[bytes | None] = await self._guard.call(lambda: client.execute_command("MGET", *keys))
+        return values
+
+    async def _script(self, script: str, keys: list[bytes], args: list[Any]) -> None:
+        client = self._guard.client
+        await self._guard.call(lambda: run_script(client, script, keys, args))
+
+    async def _read_roster(self, view: _PoolView) -> None:
+        # the version first: if the roster changes in between, the next lookup sees a version newer than ours
+        (version,) = await self._mget([view.layout.version])
+        client = self._guard.client
+        raw = await self._guard.call(lambda: client.execute_command("HGETALL", view.layout.roster))
+        view.take_roster(version, as_fields(raw), self._clock())
+        if self._clock() - self._offset_at > _OFFSET_AGE_S:
+            seconds, micros = await self._guard.call(lambda: client.time())
+            self._clock_offset_s = seconds + micros / 1e6 - self._wall_clock()
+            self._offset_at = self._clock()
+
+    def _load_keys(self, view: _PoolView) -> list[bytes]:
+        if self._clock() - view.loads_at < self._loads_age_s:
+            return []
+        return [view.layout.load(gateway) for gateway in view.gateways]
+
+    def _take_loads(self, view: _PoolView, listed: bytes | None, raw: list[bytes | None], asked: bool) -> None:
+        gateways = tuple(
+            name
+            for line in (listed or b"").decode().split("\n")
+            if (name := line.partition(" ")[2]) and name not in self._own
+        )
+        if asked or not gateways:
+            view.loads_at = self._clock() if gateways else float("-inf")
+            if tuple(raw) != view.loads_raw:
+                view.loads_raw = tuple(raw)
+                view.loads = sum_loads(decode_loads(share) for share in raw if share is not None)
+        if gateways != view.gateways:
+            view.gateways = gateways
+            view.loads_at = float("-inf")  # the newcomer's load with the next lookup
+
+    def _recent(self, view: _PoolView, positions: Sequence[int], values: list[bytes | None]) -> dict[str, int]:
+        recent: dict[str, int] = {}
+        now = 0
+        for position, value in zip(reversed(positions), reversed(values), strict=True):
+            if value is None:
+                continue
+            now = now or int(self._wall_clock() + self._clock_offset_s)
+            for at in range(0, len(value), 8):
+                name = view.tags.get(value[at : at + 4])
+                if name and name not in recent and int.from_bytes(value[at + 4 : at + 8], "little") > now:
+                    recent[name] = position + 1
+        return recent
+
+
+def _levels(values: Sequence[bytes | None], width: int, count: int) -> list[list[int]]:
+    """Bitmaps of `count` key families as masks; each family's level includes the faster ones before it."""
+    levels: list[list[int]] = []
+    for level in range(count):
+        row = [int.from_bytes(v, "little") if v else 0 for v in values[level * width : (level + 1) * width]]
+        if levels:
+            row = [mine | faster for mine, faster in zip(row, levels[-1], strict=True)]
+        levels.append(row)
+    return levels
