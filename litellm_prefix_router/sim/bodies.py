@@ -82,7 +82,7 @@ class BodyReader:
                 ids = self._tokenizer.encode(item, add_special_tokens=special)
             elif isinstance(item, list) and all(isinstance(token, int) for token in item):
                 ids = item
-                if item and not 0 <= min(item) <= max(item) < self._tokenizer.size and self._config.script is None:
+                if item and not 0 <= min(item) <= max(item) < self._tokenizer.size:
                     raise ApiError(400, f"Token id {max(item)} is out of vocabulary", name)
             else:
                 raise ApiError(400, f"{name} must be text, token ids, or a non-empty list of these", name)

@@ -96,10 +96,21 @@ class SimTokenizer:
         except (TemplateError, TypeError, AttributeError) as error:
             raise BadPrompt(f"the chat template refused the messages: {error}") from None
         if continued:
-            # What the template put behind the last message's text is cut off, so that the model goes on with it.
-            last = str(conversation[-1]["content"]).strip()
-            text = text[: text.rindex(last) + len(last)].rstrip() if last in text else text
+            text = _cut_behind(text, conversation[-1]["content"])
         return text
+
+
+def _cut_behind(text: str, last: str) -> str:
+    """The prompt up to the end of its last message, so that the model goes on with it.
+
+    Spaces at the message's end stay where the template kept them.
+    """
+    bare = last.strip()
+    start = text.rfind(bare)
+    if start < 0:
+        raise BadPrompt("the chat template does not show the last message, so it cannot be continued")
+    kept = text.startswith(last, start)
+    return text[: start + len(last if kept else bare)]
 
 
 def _content(token: Any) -> str | None:

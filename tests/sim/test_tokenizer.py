@@ -112,7 +112,7 @@ RENDERED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "continued": (
         {"messages": [USER, {"role": "assistant", "content": "Well, "}], "continue_final_message": True},
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWell,",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWell, ",
     ),
 }
 
