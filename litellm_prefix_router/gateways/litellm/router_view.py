@@ -7,8 +7,10 @@ ours, all else is the router's own.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 Deployments = Any
@@ -28,13 +30,18 @@ class RouterView:
         override = self._overrides.get(name)
         if override is not None:
             return override
-        of_class = getattr(type(self._router), name, None)
-        if isinstance(of_class, types.FunctionType):
-            return types.MethodType(of_class, self)
-        return getattr(self._router, name)
+        function = _method(type(self._router), name)
+        return getattr(self._router, name) if function is None else types.MethodType(function, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._router, name, value)
+
+
+@lru_cache(maxsize=4096)
+def _method(router_class: type, name: str) -> types.FunctionType | None:
+    """The class's plain method of that name; None for static and class methods, properties and data."""
+    found = inspect.getattr_static(router_class, name, None)
+    return found if isinstance(found, types.FunctionType) else None
 
 
 async def choose_async(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from .call_site import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -94,8 +96,12 @@ _DROPPED = frozenset({"additionalProperties", "strict"})
 
 
 def _as_system(message: Any) -> Any:
-    if isinstance(message, Mapping) and message.get("role") == "developer":
+    if not isinstance(message, Mapping):
+        return message
+    if message.get("role") == "developer":
         return {**message, "role": "system"}
+    if "content" in message and message["content"] is None:
+        return {key: value for key, value in message.items() if key != "content"}
     return message
 
 
@@ -107,6 +113,8 @@ def _vllm_message(message: Any) -> Any:
         return message
     sent = {key: value for key, value in message.items() if key not in ("cache_control", "thinking_blocks")}
     sent["role"] = "system" if role == "developer" else role
+    if content is None:
+        sent.pop("content", None)
     if isinstance(content, list):
         sent["content"] = [_without_cache_control(part) for part in content]
     if role == "assistant":
@@ -189,15 +197,11 @@ def _from_anthropic(
     """Chat completion that LiteLLM makes of an Anthropic request; by LiteLLM's own adapter, whose rules are many."""
     import copy
 
-    from litellm.llms.anthropic.experimental_pass_through.adapters.transformation import (
-        LiteLLMAnthropicMessagesAdapter,
-    )
-
     request: dict[str, Any] = {"model": body["model"], "messages": list(messages), "max_tokens": 1}
     for name in ("system", "tools", "tool_choice", "thinking"):
         if request_kwargs.get(name) is not None:
             request[name] = request_kwargs[name]
-    translated = LiteLLMAnthropicMessagesAdapter().translate_anthropic_to_openai(copy.deepcopy(request))
+    translated = _anthropic_adapter().translate_anthropic_to_openai(copy.deepcopy(request))
     chat = translated[0] if isinstance(translated, tuple) else translated
     sent = {**{key: body[key] for key in body if key not in ("tools", "tool_choice")}, "model": body["model"]}
     for name in ("tools", "tool_choice", "reasoning_effort"):
@@ -209,3 +213,15 @@ def _from_anthropic(
     else:
         sent["messages"] = chat_messages
     return sent
+
+
+@lru_cache(maxsize=1)
+def _anthropic_adapter() -> Any:
+    """LiteLLM's own converter; its module has moved between versions."""
+    for package in ("pass_through", "experimental_pass_through"):
+        try:
+            module = import_module(f"litellm.llms.anthropic.{package}.adapters.transformation")
+        except ImportError:
+            continue
+        return module.LiteLLMAnthropicMessagesAdapter()
+    raise LookupError("this LiteLLM has no adapter from Anthropic messages")
