@@ -7,6 +7,7 @@ import typer
 from .. import __version__
 from .demo import demo
 from .sim_replica import sim_replica
+from .tokens import tokens
 
 app = typer.Typer(
     name="prefix-router",
@@ -25,3 +26,4 @@ def version() -> None:
 
 app.command()(demo)
 app.command("sim-replica")(sim_replica)
+app.command()(tokens)
