@@ -24,7 +24,7 @@ from .knowledge import Knowledge, extend_chain, served_from_cache
 from .policy import Candidate, Policy, PolicyInput, policy_named
 from .policy.chwbl import ConsistentHash
 from .policy.least_load import LeastLoad
-from .prompt.blocks import chain_hashes, root_hash
+from .prompt.blocks import root_hash
 from .prompt.encoded import PromptUnknown
 from .prompt.fingerprint import BYTES_PER_TOKEN, CHUNK_BYTES, estimate_tokens, fingerprint_blocks
 from .request import RoutingRequest
@@ -156,7 +156,7 @@ class PrefixRouter:
         started = self._clock()
         identity = encoded.identity
         root = root_hash(pool.cache_name, identity.lora, identity.cache_salt)
-        known.blocks = chain_hashes(encoded.token_ids, pool.block_size, root, identity.block_extra or None)
+        known.blocks = pool.encoder.blocks(encoded, pool.cache_name, pool.block_size)
         known.chain = extend_chain(known.blocks, root, encoded.opaque_tail)
         known.chain_unit_tokens = pool.block_size
         known.prompt_tokens = len(encoded.token_ids)

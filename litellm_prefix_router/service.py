@@ -14,22 +14,25 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import httpx
 
 from .background import BackgroundLoop
 from .decision import Decision
 from .encoders import EncoderShelf
-from .events import EmbeddedIndexer
 from .fleet.discovery import ask_replica
 from .fleet.pool import Fleet, Pool, Replica
-from .index import IndexHandle, open_index
+from .index import open_reader
 from .index.contract import IndexReader, IndexUnavailable, ReplicaLoad, ReplicaRecord
 from .observe.metrics import Metrics, Tally
 from .policy import policy_named
 from .request import RoutingRequest
 from .router import PrefixRouter
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from .events.indexer import EmbeddedIndexer
 
 logger = logging.getLogger("litellm_prefix_router")
 
@@ -52,7 +55,7 @@ def process_metrics() -> Metrics:
 def check_settings(settings: Settings) -> None:
     """Everything that can be known to be wrong before the first request. Raises SettingsError."""
     policy_named(settings.policy)
-    open_index(settings)
+    open_reader(settings)
 
 
 class RouterService:
@@ -64,10 +67,9 @@ class RouterService:
         self.gateway_id = gateway_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.tally = Tally(process_metrics())
         self.fleet = Fleet()
-        self.index: IndexHandle = open_index(settings, gateway_id=self.gateway_id)
         self.encoders = EncoderShelf(settings)
         self.router = PrefixRouter(settings, self.fleet, self._reader, observer=self.tally)
-        self.every_tick: list[Callable[[], None]] = [lambda: self.router.ledger.expire() and None]
+        self.every_tick: list[Callable[[], object]] = [self.router.ledger.expire]
         self._readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, IndexReader] = weakref.WeakKeyDictionary()
         self._background = BackgroundLoop("prefix-router")
         self._indexer: EmbeddedIndexer | None = None
@@ -83,7 +85,9 @@ class RouterService:
         for work in (self._discover, self._announce, self._publish, self._tick):
             self._background.submit(_forever(work))
         if self.settings.embedded_indexer:
-            self._indexer = EmbeddedIndexer(self.settings, self.index)
+            from .events.indexer import EmbeddedIndexer  # sockets and decoders: only where they are used
+
+            self._indexer = EmbeddedIndexer(self.settings)
             self._indexer.start()
 
     def stop(self) -> None:
@@ -91,6 +95,7 @@ class RouterService:
         if self._indexer is not None:
             self._indexer.stop()
         self._background.stop()
+        self.encoders.close()
         self._started = False
 
     def set_pools(self, pools: Mapping[str, Pool]) -> None:
@@ -115,7 +120,7 @@ class RouterService:
         loop = asyncio.get_running_loop()
         reader = self._readers.get(loop)
         if reader is None:
-            reader = self._readers[loop] = self.index.reader()
+            reader = self._readers[loop] = open_reader(self.settings, self.gateway_id)
         return reader
 
     # --- background work ------------------------------------------------------------------------------------------

@@ -64,7 +64,9 @@ class Settings(BaseSettings):
     indexer_lease_s: float = Field(3.0, gt=0, description="Lease of an indexer on a replica.")
     write_batch_blocks: int = Field(512, ge=1, description="Blocks that one write sends: Redis is busy about 1 ms.")
     write_backlog_blocks: int = Field(200_000, ge=1, description="Writes kept for an unreachable Redis, per pool.")
-    snapshot_interval_s: float = Field(60.0, gt=0, description="How often a tracker's state is saved for its successor.")
+    snapshot_interval_s: float = Field(
+        60.0, gt=0, description="How often a tracker's state is saved for its successor."
+    )
     replay_timeout_s: float = Field(5.0, gt=0, description="Silence after which an engine's replay counts as failed.")
     max_blocks_per_replica: int = Field(4_000_000, ge=1, description="Blocks a tracker follows at most.")
     block_ttl_s: float = Field(3600.0, gt=0, description="Lifetime of a block's key; the indexer renews what is held.")

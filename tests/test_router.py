@@ -34,6 +34,10 @@ class Encoder:
         identity = CacheIdentity(cache_salt=body.get("cache_salt"))
         return EncodedPrompt(as_token_ids(body["prompt"]), identity, "ids")
 
+    def blocks(self, encoded, pool, block_size):
+        root = root_hash(pool, encoded.identity.lora, encoded.identity.cache_salt)
+        return chain_hashes(encoded.token_ids, block_size, root)
+
 
 class Index:
     """What replicas hold, by token ids; every replica is followed unless told otherwise."""

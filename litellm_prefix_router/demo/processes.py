@@ -52,12 +52,13 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for _, process in self._running:
+    def __exit__(self, *error: object) -> None:
+        processes = [process for _, process in self._running]
+        for process in processes:
             if process.poll() is None:
                 _signal_group(process, signal.SIGTERM)
         deadline = time.monotonic() + 5
-        for _, process in self._running:
+        for process in processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:

@@ -31,6 +31,7 @@ class ReplicaFacts:
     root: str | None = None
     """Where the engine loaded the model from: a folder or a Hugging Face id."""
     version: str | None = None
+    max_model_len: int | None = None
     block_size: int | None = None
     capacity_tokens: int = 0
     """KV memory of one data-parallel rank, in tokens; 0: unknown."""
@@ -47,7 +48,7 @@ async def ask_replica(client: httpx.AsyncClient, address: str, timeout_s: float 
         _get_text(client, f"{address}/metrics", timeout_s),
         _get_json(client, f"{address}/kv_event_sources", timeout_s),
     )
-    base, aliases, adapters, root = _read_models(models)
+    base, aliases, adapters, root, longest = _read_models(models)
     ranks = _read_sources(sources)
     block_size, capacity = _read_cache_info(metrics or "")
     return ReplicaFacts(
@@ -57,6 +58,7 @@ async def ask_replica(client: httpx.AsyncClient, address: str, timeout_s: float 
         lora_modules=adapters,
         root=root,
         version=version.get("version") if isinstance(version, dict) else None,
+        max_model_len=longest,
         block_size=block_size,
         # with data parallelism the engine reports the sum over its ranks
         capacity_tokens=capacity // max(len(ranks), 1),
@@ -65,15 +67,21 @@ async def ask_replica(client: httpx.AsyncClient, address: str, timeout_s: float 
     )
 
 
-def _read_models(answer: Any) -> tuple[str | None, tuple[str, ...], tuple[str, ...], str | None]:
+def _read_models(answer: Any) -> tuple[str | None, tuple[str, ...], tuple[str, ...], str | None, int | None]:
     data = answer.get("data") if isinstance(answer, dict) else None
     rows = [row for row in data or () if isinstance(row, dict) and isinstance(row.get("id"), str)]
     bases = [row for row in rows if not row.get("parent")]
     adapters = tuple(row["id"] for row in rows if row.get("parent"))
     if not bases:
-        return None, (), adapters, None
-    root = bases[0].get("root")
-    return bases[0]["id"], tuple(row["id"] for row in bases), adapters, root if isinstance(root, str) else None
+        return None, (), adapters, None, None
+    root, longest = bases[0].get("root"), bases[0].get("max_model_len")
+    return (
+        bases[0]["id"],
+        tuple(row["id"] for row in bases),
+        adapters,
+        root if isinstance(root, str) else None,
+        longest if isinstance(longest, int) else None,
+    )
 
 
 def _read_sources(answer: Any) -> dict[int, Mapping[str, Any]]:

@@ -40,7 +40,7 @@ class Pool:
 
     name: str
     replicas: dict[str, Replica]
-    settings: ModelSettings = field(default_factory=lambda: ModelSettings())
+    settings: ModelSettings = field(default_factory=lambda: ModelSettings.model_validate({}))
     encoder: PromptEncoder | None = None
     encoder_problem: str | None = None
     """Why there is no encoder, for people."""

@@ -60,6 +60,10 @@ class PromptEncoder(Protocol):
         """
         ...
 
+    def blocks(self, encoded: EncodedPrompt, pool: str, block_size: int) -> list[int]:
+        """Hashes of the prompt's full blocks in order, from the root of pool and identity (see blocks.py)."""
+        ...
+
     @property
     def state(self) -> str:
         """One phrase for people: "ready (fastokens, /models/x)", "loading", "failed: ..."."""

@@ -210,7 +210,10 @@ CALLS = {
             "tools": [{"name": "f", "input_schema": {"type": "object", "properties": {}}}],
         },
     ),
-    "anthropic plain": ("aanthropic_messages", {"max_tokens": 5, "system": "s", "messages": [{"role": "user", "content": "q"}]}),
+    "anthropic plain": (
+        "aanthropic_messages",
+        {"max_tokens": 5, "system": "s", "messages": [{"role": "user", "content": "q"}]},
+    ),
 }
 
 

@@ -51,7 +51,7 @@ def read_deployments(model_list: Sequence[Mapping[str, Any]], settings: Settings
         if len(replicas) < 2:
             continue
         pool = Pool(name=group, replicas=replicas)
-        pool.settings = settings.models.get(group) or settings.models.get(pool.model) or ModelSettings()
+        pool.settings = settings.models.get(group) or settings.models.get(pool.model) or pool.settings
         pools[group] = pool
     return DeploymentMap(pools, replica_of, signature_of(model_list))
 

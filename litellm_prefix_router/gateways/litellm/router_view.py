@@ -84,5 +84,5 @@ def choose_sync(router: Any, choose: Callable[[str, Sequence[Any], dict[str, Any
             request_kwargs=request_kwargs,
         )
 
-    overrides = {"_get_routing_context": context, "_select_deployment_sync": select}
+    overrides: dict[str, Callable[..., Any]] = {"_get_routing_context": context, "_select_deployment_sync": select}
     return router_class.get_available_deployment(RouterView(router, overrides), **call)

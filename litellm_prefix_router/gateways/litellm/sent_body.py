@@ -141,7 +141,11 @@ def _join_assistant_parts(sent: dict[str, Any]) -> None:
             given = part.get("input", {})
             arguments = given if isinstance(given, str) else json.dumps(given)
             calls.append(
-                {"id": part.get("id"), "type": "function", "function": {"name": part.get("name"), "arguments": arguments}}
+                {
+                    "id": part.get("id"),
+                    "type": "function",
+                    "function": {"name": part.get("name"), "arguments": arguments},
+                }
             )
         else:
             kept.append(part)
@@ -166,7 +170,8 @@ def _as_function_tool(tool: Any, index: int) -> Any:
         return tool
     if tool.get("type") != "custom":
         return {key: value for key, value in tool.items() if key != "cache_control"}
-    custom = tool.get("custom") if isinstance(tool.get("custom"), dict) else {}
+    given = tool.get("custom")
+    custom = given if isinstance(given, dict) else {}
     parameters = custom.get("input_schema") or tool.get("input_schema")
     if not isinstance(parameters, dict):
         parameters = {

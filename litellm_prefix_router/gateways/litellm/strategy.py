@@ -37,7 +37,7 @@ HEADER = "x-prefix-router"
 _WATCH_S = 0.2
 
 
-class _Bound(CustomRoutingStrategyBase):
+class _Bound(CustomRoutingStrategyBase):  # type: ignore[misc]
     """The strategy of one router: LiteLLM does not tell a strategy which router asks."""
 
     def __init__(self, owner: LiteLLMPrefixRouter, router: Router) -> None:
@@ -231,7 +231,9 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
-    async def async_pre_call_hook(self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: Any) -> Any:
+    async def async_pre_call_hook(
+        self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: Any
+    ) -> Any:
         router = _proxy_router()
         if router is not None:
             self.attach(router)

@@ -1,0 +1,60 @@
+"""Prompt encoders of a gateway: one for each tokenizer and set of options, shared by the pools that use it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .fleet.pool import Pool
+from .prompt.cache import PromptCache
+from .prompt.pipeline import PromptPipeline
+from .settings import Settings
+
+Key = tuple[Any, ...]
+
+
+class EncoderShelf:
+    """Makes encoders when their tokenizer's whereabouts are known, and keeps them while settings stay."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._cache = PromptCache(settings.prompt_cache_mb << 20)
+        self._encoders: dict[Key, PromptPipeline] = {}
+        self._lock = threading.Lock()
+
+    def equip(self, pool: Pool) -> None:
+        """Give the pool its encoder, or say what is missing. Cheap when nothing changed; loading goes on behind."""
+        facts = pool.facts
+        root = pool.settings.tokenizer or facts.root
+        if root is None:
+            pool.encoder = None
+            pool.encoder_problem = "no replica has said where its model is, and no tokenizer is set for the model"
+            return
+        key: Key = (
+            root,
+            pool.settings.model_dump_json(),
+            facts.version,
+            facts.max_model_len,
+            tuple(sorted(pool.lora_modules)),
+        )
+        with self._lock:
+            encoder = self._encoders.get(key)
+            if encoder is None:
+                encoder = self._encoders[key] = PromptPipeline(
+                    pool.settings,
+                    root=root,
+                    engine_version=facts.version,
+                    max_model_len=facts.max_model_len,
+                    lora_modules=pool.lora_modules,
+                    cache=self._cache,
+                    max_body_bytes=self._settings.max_body_bytes,
+                )
+                encoder.start()
+        pool.encoder = encoder
+        pool.encoder_problem = None
+
+    def close(self) -> None:
+        with self._lock:
+            for encoder in self._encoders.values():
+                encoder.close()
+            self._encoders.clear()
