@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...fleet.pool import Pool, Replica
-from ...settings import ModelSettings, Settings, SettingsError
+from ...settings import Settings, SettingsError
 
 ENGINE_PROVIDERS = frozenset({"hosted_vllm", "vllm"})
 REPLICA_OPTIONS = frozenset({"events", "replay"})

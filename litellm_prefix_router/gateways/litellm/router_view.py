@@ -30,7 +30,7 @@ class RouterView:
         override = self._overrides.get(name)
         if override is not None:
             return override
-        function = _method(type(self._router), name)
+        function = _method(self._router.__class__, name)
         return getattr(self._router, name) if function is None else types.MethodType(function, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
