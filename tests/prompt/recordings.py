@@ -1,0 +1,95 @@
+"""Where the recorded truth lies: our own recordings in tests/data, other people's tokenizers beside the checkout."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from litellm_prefix_router.prompt.encoded import PromptUnknown
+from litellm_prefix_router.prompt.pipeline import PromptPipeline
+from litellm_prefix_router.settings import ModelSettings
+
+REPOSITORY = Path(__file__).parents[2]
+SHARED = REPOSITORY.parent / "shared"
+PROMPTS = SHARED / "prompts"
+DATA = REPOSITORY / "tests" / "data" / "prompts"
+WHY_SKIPPED = "recorded prompts with third-party tokenizers are not beside this checkout (../shared/prompts)"
+
+
+def clock() -> datetime:
+    """The day of the recordings; some templates print it."""
+    return datetime(2026, 12, 2, 12, 0)
+
+
+def model_folder(family: str, target: Path) -> Path:
+    """The family's tokenizer files, unpacked into `target`."""
+    source = PROMPTS / family
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer_config.json", "config.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            (target / name).write_bytes((source / name).read_bytes())
+    packed = source / "tokenizer.json.gz"
+    pointer = source / "TOKENIZER_IS_IN"
+    if pointer.is_file():
+        packed = source / pointer.read_text(encoding="utf-8").strip()
+    (target / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
+    return target
+
+
+def lines(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The file's meta line and its recordings."""
+    parsed = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+    return parsed[0].get("meta", {}), parsed[1:]
+
+
+def settings_of(meta: dict[str, Any], tokenizer: Path, **more: Any) -> ModelSettings:
+    """The settings that mirror the engine's recorded arguments."""
+    arguments = meta.get("args", [])
+    values: dict[str, Any] = {
+        "tokenizer": str(tokenizer),
+        "trust_request_chat_template": "--no-trust-request-chat-template" not in arguments,
+        "exclude_tools_when_tool_choice_none": "--exclude-tools-when-tool-choice-none" in arguments,
+    }
+    for name in ("default-chat-template-kwargs", "chat-template-content-format"):
+        if f"--{name}" in arguments:
+            text = arguments[arguments.index(f"--{name}") + 1]
+            values[name.replace("-", "_")] = json.loads(text) if text.startswith("{") else text
+    return ModelSettings(**values, **more)
+
+
+def loaded(settings: ModelSettings) -> PromptPipeline:
+    pipeline = PromptPipeline(settings, clock=clock)
+    pipeline.load()
+    return pipeline
+
+
+def body_of(recording: dict[str, Any]) -> Any:
+    """The request body, parsed as the engine parses it. Raises ValueError for what is no JSON."""
+    if "request" not in recording:
+        return json.loads(recording["raw_body_latin1"].encode("latin1"))
+    body = dict(recording["request"])
+    template = body.get("chat_template")
+    if isinstance(template, str) and template.startswith("@"):
+        body["chat_template"] = (PROMPTS / "_templates" / "templates" / template[1:]).read_text(encoding="utf-8")
+    return body
+
+
+def differences(pipeline: PromptPipeline, recordings: list[dict[str, Any]]) -> Iterator[str]:
+    """What does not come out as the engine had it: ids, or a refusal."""
+    for recording in recordings:
+        expected = recording.get("prompt_token_ids")
+        try:
+            got = pipeline.encode_now(recording["path"], body_of(recording)).token_ids.tolist()
+        except (ValueError, PromptUnknown) as error:
+            if expected is not None:
+                yield f"{recording['id']}: refused ({error})"
+            continue
+        if expected is None:
+            yield f"{recording['id']}: {len(got)} ids where the engine refuses"
+        elif got != expected:
+            same = next((i for i, pair in enumerate(zip(got, expected, strict=False)) if pair[0] != pair[1]), None)
+            yield f"{recording['id']}: {len(got)} ids for {len(expected)}, first difference at {same}"
