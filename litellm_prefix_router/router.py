@@ -176,7 +176,8 @@ class PrefixRouter:
         try:
             known.lookup = await self._index().lookup(pool.cache_name, known.blocks)
         except IndexUnavailable as unavailable:
-            known.failed(unavailable.args[0] if unavailable.args else "index_unavailable")
+            known.failed("index_unavailable")
+            known.note = known.note or str(unavailable)
         else:
             self._others[pool.cache_name] = (self._clock(), dict(known.lookup.loads))
         finally:

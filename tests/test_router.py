@@ -138,7 +138,7 @@ async def test_load_of_other_gateways_counts():
 @pytest.mark.parametrize(
     ("break_it", "reason"),
     [
-        (lambda router, index: setattr(index, "failure", IndexUnavailable("index_timeout")), "index_timeout"),
+        (lambda router, index: setattr(index, "failure", IndexUnavailable("no answer")), "index_unavailable"),
         (lambda router, index: setattr(index, "failure", RuntimeError("bug")), "internal_error"),
         (lambda router, index: setattr(index, "wait_s", 60), "lookup_timeout"),
     ],

@@ -30,7 +30,9 @@ def demo(
     """Send the same multi-tenant traffic through LiteLLM twice and compare."""
     missing = _missing_parts()
     if missing:
-        typer.echo(f"demo needs the extra [demo]: pip install 'litellm-prefix-router[demo]' (missing: {missing})", err=True)
+        typer.echo(
+            f"demo needs the extra [demo]: pip install 'litellm-prefix-router[demo]' (missing: {missing})", err=True
+        )
         raise typer.Exit(2)
     from ..demo.processes import StartError
 

@@ -100,6 +100,23 @@ class IndexReader(Protocol):
         """Replace this gateway's share of the load; it vanishes `ttl_s` seconds after the last call."""
         ...
 
+    async def publish_state(self, gateway_id: str, state: bytes, ttl_s: float) -> None:
+        """Say how this gateway is, for `prefix-router status` (JSON); vanishes `ttl_s` seconds after the last call."""
+        ...
+
+    async def states(self) -> Mapping[str, bytes]:
+        """What the live gateways say of themselves, by gateway id."""
+        ...
+
+    async def pools(self) -> Sequence[str]:
+        """Pools that gateways announced lately."""
+        ...
+
+    @property
+    def breaker_state(self) -> str:
+        """ "closed", "open" or "probing"."""
+        ...
+
     async def close(self) -> None: ...
 
 

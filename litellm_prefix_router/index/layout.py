@@ -14,7 +14,8 @@ several of them. Per pool, with P = ``<key_prefix>{<11 characters over the pool'
     P:p<hash>    placements, 8 bytes each: replica tag, expiry
     P:t<replica> snapshot of the tracker
 
-and once ``<key_prefix>:pools``, the pools that were announced lately. The epoch (two bytes) changes when the roster was
+and once ``<key_prefix>:pools``, the pools that were announced lately, and ``<key_prefix>{states}[:<gateway>]``, what
+gateways say of themselves for `prefix-router status`. The epoch (two bytes) changes when the roster was
 lost (an emptied Redis, eviction): bitmaps of another epoch are out of reach and fade by their lifetime.
 """
 
@@ -70,6 +71,15 @@ def check_prefix(key_prefix: str) -> bytes:
 
 def pools_key(key_prefix: str) -> bytes:
     return check_prefix(key_prefix) + b":pools"
+
+
+def states_key(key_prefix: str) -> bytes:
+    """Sorted set of gateways that say how they are: id -> until (Unix seconds)."""
+    return check_prefix(key_prefix) + b"{states}"
+
+
+def state_key(key_prefix: str, gateway: str) -> bytes:
+    return states_key(key_prefix) + b":" + gateway.encode()
 
 
 def pack_hashes(blocks: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bytes:

@@ -45,6 +45,7 @@ class MemoryIndex:
     def __init__(self, max_slots: int = 4096, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._pools: dict[str, _Pool] = defaultdict(_Pool)
+        self._states: dict[str, tuple[float, bytes]] = {}
         self._fence = 0
         self._max_slots = max_slots
         self._clock = clock
@@ -121,6 +122,19 @@ class MemoryIndexReader:
         self._own.add(gateway_id)
         with self._index._lock:
             self._index._pools[pool].loads[gateway_id] = (self._index._clock() + ttl_s, dict(loads))
+
+    async def publish_state(self, gateway_id: str, state: bytes, ttl_s: float) -> None:
+        with self._index._lock:
+            self._index._states[gateway_id] = (self._index._clock() + ttl_s, state)
+
+    async def states(self) -> Mapping[str, bytes]:
+        with self._index._lock:
+            now = self._index._clock()
+            return {name: state for name, (until, state) in self._index._states.items() if until > now}
+
+    async def pools(self) -> Sequence[str]:
+        with self._index._lock:
+            return [name for name, pool in self._index._pools.items() if pool.announced]
 
     async def close(self) -> None:
         """Nothing to close: the index outlives its readers."""

@@ -14,7 +14,7 @@ from typing import Any
 from ..settings import Settings
 from .connect import connect
 from .contract import IndexLookup, ReplicaLoad, ReplicaRecord
-from .layout import LOWER_TIERS, TIERS, Layout, block_keys, pack_hashes, pools_key, replica_tag
+from .layout import LOWER_TIERS, TIERS, Layout, block_keys, pack_hashes, pools_key, replica_tag, state_key, states_key
 from .plan import LookupPlan, canonical_positions
 from .records import as_fields, decode_loads, decode_roster, encode_announcement, encode_loads, sum_loads
 from .redis_guard import RedisGuard
@@ -179,6 +179,33 @@ class RedisIndexReader:
         layout = self._view(pool).layout
         args = [gateway_id, int(ttl_s * 1000), encode_loads(loads)]
         await self._script(LOADS, [layout.gateways, layout.load(gateway_id)], args)
+
+    async def publish_state(self, gateway_id: str, state: bytes, ttl_s: float) -> None:
+        client, prefix, now = self._guard.client, self._settings.key_prefix, self._wall_clock()
+        listed = states_key(prefix)
+        await self._guard.call(
+            lambda: client.execute_command("SET", state_key(prefix, gateway_id), state, "PX", int(ttl_s * 1000))
+        )
+        await self._guard.call(lambda: client.execute_command("ZADD", listed, now + ttl_s, gateway_id))
+        await self._guard.call(lambda: client.execute_command("ZREMRANGEBYSCORE", listed, "-inf", now - ttl_s))
+        await self._guard.call(lambda: client.execute_command("EXPIRE", listed, max(1, int(ttl_s * 2))))
+
+    async def states(self) -> Mapping[str, bytes]:
+        client, prefix = self._guard.client, self._settings.key_prefix
+        listed: list[bytes] = await self._guard.call(
+            lambda: client.execute_command("ZRANGE", states_key(prefix), 0, -1)
+        )
+        if not listed:
+            return {}
+        names = [name.decode() for name in listed]
+        values = await self._mget([state_key(prefix, name) for name in names])
+        return {name: value for name, value in zip(names, values, strict=True) if value is not None}
+
+    async def pools(self) -> Sequence[str]:
+        client = self._guard.client
+        key = pools_key(self._settings.key_prefix)
+        listed: list[bytes] = await self._guard.call(lambda: client.execute_command("ZRANGE", key, 0, -1))
+        return [name.decode() for name in listed]
 
     async def close(self) -> None:
         await self._guard.close()

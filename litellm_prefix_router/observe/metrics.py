@@ -14,7 +14,9 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.decisions = Counter(
-            "prefix_router_decisions", "Decisions by knowledge and reason.", ["pool", "source", "reason"],
+            "prefix_router_decisions",
+            "Decisions by knowledge and reason.",
+            ["pool", "source", "reason"],
             registry=registry,
         )
         self.placed = Counter(
@@ -24,19 +26,27 @@ class Metrics:
             "prefix_router_prompt_tokens", "Prompt tokens of placed requests.", ["pool"], registry=registry
         )
         self.match_tokens = Counter(
-            "prefix_router_match_tokens", "Prompt tokens that the choice was known to hold.", ["pool"],
+            "prefix_router_match_tokens",
+            "Prompt tokens that the choice was known to hold.",
+            ["pool"],
             registry=registry,
         )
         self.predicted = Counter(
-            "prefix_router_predicted_cached_tokens", "Predicted cached tokens of audited responses.", ["pool"],
+            "prefix_router_predicted_cached_tokens",
+            "Predicted cached tokens of audited responses.",
+            ["pool"],
             registry=registry,
         )
         self.reported = Counter(
-            "prefix_router_reported_cached_tokens", "Cached tokens that engines reported.", ["pool"],
+            "prefix_router_reported_cached_tokens",
+            "Cached tokens that engines reported.",
+            ["pool"],
             registry=registry,
         )
         self.audited = Counter(
-            "prefix_router_audited_responses", "Responses whose cached tokens were compared.", ["pool", "agreed"],
+            "prefix_router_audited_responses",
+            "Responses whose cached tokens were compared.",
+            ["pool", "agreed"],
             registry=registry,
         )
         self.seconds = Histogram(
