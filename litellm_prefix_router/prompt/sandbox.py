@@ -24,11 +24,14 @@ from jinja2 import nodes
 
 Clock = Callable[[], datetime]
 
-_STEPS_PER_LOOK = 256
+_STEPS_PER_LOOK = 4
+"""A look at the clock costs 0.05 µs; a step may be a filter over a long list."""
+_SHORT = 256
 _GROWING_METHODS = frozenset(
     {"center", "expandtabs", "format", "format_map", "join", "ljust", "replace", "rjust", "zfill"}
 )
 _MAX_POWER_BITS = 4096
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class OutOfBounds(Exception):
@@ -93,6 +96,24 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             pieces.append(piece)
         return "".join(pieces)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # messages, tools and parts are plain dicts, and nearly all that a template does is read them: what the base
+        # class finds by way of an exception is found at once
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(obj) is dict and type(argument) is str:
+            try:
+                return obj[argument]
+            except KeyError:
+                pass
+        return super().getitem(obj, argument)
+
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self._look()
         if getattr(__obj, "__name__", "") in _GROWING_METHODS:
@@ -124,7 +145,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _counted(self, iterable: Iterable[Any]) -> Iterable[Any]:
         # what has a length is looped over many times at most when loops are nested, so each start is a step as well
-        if isinstance(iterable, (list, tuple, dict)) and len(iterable) < _STEPS_PER_LOOK:
+        if isinstance(iterable, (list, tuple, dict)) and len(iterable) < _SHORT:
             self._step(len(iterable) + 1)
             return iterable
         return self._iterate(iterable)

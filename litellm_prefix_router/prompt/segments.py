@@ -57,8 +57,8 @@ class SegmentEncoder:
         self._cuts = cut_tokens(added)
         self._cut_ids = np.asarray(sorted(self._cuts), dtype="<u4")
         self._cut: bytes | None = None
-        # random, so that nobody can make two texts with one key
-        self._seed = secrets.randbits(63)
+        # random, so that nobody can make two texts with one key; one a token, which is part of what a segment is
+        self._seeds: dict[bytes, int] = {}
 
     def encode(self, text: str) -> bytes:
         """Ids of `text` as little-endian uint32. Raises UnicodeEncodeError for lone surrogates."""
@@ -71,7 +71,7 @@ class SegmentEncoder:
             ids = self._backend.encode(text)
             self._choose_cut(ids)
             return ids
-        seed = self._seed
+        seed = self._seeds.get(cut) or self._seeds.setdefault(cut, secrets.randbits(63) | 1)
         digest = xxhash.xxh3_128_intdigest
         keys = [digest(piece, seed) for piece in pieces]
         keys[0] ^= 1  # the first piece has no token before it
