@@ -6,6 +6,7 @@ import typer
 
 from .. import __version__
 from .demo import demo
+from .indexer import indexer
 from .sim_replica import sim_replica
 from .tokens import tokens
 
@@ -25,5 +26,6 @@ def version() -> None:
 
 
 app.command()(demo)
+app.command()(indexer)
 app.command("sim-replica")(sim_replica)
 app.command()(tokens)

@@ -8,6 +8,7 @@ several of them. Per pool, with P = ``<key_prefix>{<11 characters over the pool'
     P:s          hash: slots; "@e" epoch, "@c" counter, "@n" next slot, "@m" mask of live slots, "<slot>" -> reusable at
     P:k          hash: leases, replica id -> "<fence>:<until ms>:<indexer>"; "@i<indexer>" -> alive until; "@f" fence
     P:a          hash: announcements, "l<gateway>" -> json, "u<gateway>" -> until ms
+    P:i          some indexer looks after the pool (vanishes when none does)
     P:g          gateways with a lease on their load, one "<until ms> <id>" a line
     P:l<gateway> its load, msgpack
     P:b<epoch><hash>   bitmap of the slots that hold the block in GPU memory (c, d: CPU memory, storage)
@@ -37,7 +38,7 @@ LOWER_TIERS = tuple(tier for tier in TIERS if tier != "gpu")
 class Layout:
     """Keys of one pool."""
 
-    __slots__ = ("announced", "base", "gateways", "leases", "placed", "pool", "roster", "slots", "version")
+    __slots__ = ("alive", "announced", "base", "gateways", "leases", "placed", "pool", "roster", "slots", "version")
 
     def __init__(self, key_prefix: str, pool: str) -> None:
         tag = base64.urlsafe_b64encode(xxh3_64_digest(pool.encode("utf-8", "surrogatepass"))).rstrip(b"=")
@@ -48,6 +49,7 @@ class Layout:
         self.slots = self.base + b"s"
         self.leases = self.base + b"k"
         self.announced = self.base + b"a"
+        self.alive = self.base + b"i"
         self.gateways = self.base + b"g"
         self.placed = self.base + b"p"
 

@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ..settings import Settings
 from .connect import connect
 from .contract import IndexLookup, ReplicaLoad, ReplicaRecord
@@ -25,6 +27,8 @@ _PLACED_CAP = 16
 _ROSTER_AGE_S = 5.0
 """A roster is read again after this even when its version stands still: the times of last events move without it."""
 _OFFSET_AGE_S = 60.0
+_HEAD = 3
+"""Keys in front of every lookup: version, gateways, the indexers' sign of life."""
 _POOLS_TTL_S = 7200
 
 
@@ -32,14 +36,15 @@ class _PoolView:
     """What one reader knows about a pool between lookups."""
 
     __slots__ = (
-        "families", "gateways", "known", "layout", "live", "loads", "loads_at", "loads_raw", "roster", "roster_at",
-        "slots", "tags", "tiers", "version",
+        "abandoned", "families", "gateways", "known", "layout", "live", "loads", "loads_at", "loads_raw", "roster",
+        "roster_at", "slots", "tags", "tiers", "version",
     )  # fmt: skip
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.version: bytes | None = b"?"  # not read yet
         self.roster: Mapping[str, ReplicaRecord] = {}
+        self.abandoned: Mapping[str, ReplicaRecord] | None = None
         self.roster_at = float("-inf")
         self.live = 0
         self.slots: dict[int, str] = {}
@@ -58,12 +63,26 @@ class _PoolView:
         self.roster_at = now
         valid = bool(epoch) and fields.get(b"@e") == epoch
         self.roster = decode_roster(fields) if valid else {}
+        self.abandoned = None
         self.slots = {r.slot: name for name, r in self.roster.items() if r.slot is not None}
         self.live = sum(1 << slot for slot in self.slots)
         lower = [tier for tier in LOWER_TIERS if b"@t" + TIERS[tier] in fields]
         self.tiers = ("gpu", *lower)
         self.families = [self.layout.family(tier, epoch) for tier in self.tiers] if valid else []
         self.know(self.roster)
+
+    def seen(self, alive: bool) -> Mapping[str, ReplicaRecord]:
+        """The roster; where no indexer is left, what it says of its replicas is not exact any more."""
+        if alive:
+            return self.roster
+        if self.abandoned is None:
+            self.abandoned = {
+                name: msgspec.structs.replace(record, knowledge="stale", note="no indexer follows its events")
+                if record.slot is not None
+                else record
+                for name, record in self.roster.items()
+            }
+        return self.abandoned
 
     def know(self, names: Mapping[str, Any] | Sequence[str]) -> None:
         for name in names:
@@ -117,15 +136,15 @@ class RedisIndexReader:
         for _ in range(3):  # more only if the roster changes with each round trip
             plan = LookupPlan(len(blocks), view.live, len(view.tiers), self._settings.lookup_max_reads)
             load_keys = self._load_keys(view)
-            keys = [view.layout.version, view.layout.gateways, *load_keys, *placed_keys]
+            keys = [view.layout.version, view.layout.gateways, view.layout.alive, *load_keys, *placed_keys]
             for family in view.families:
                 keys += block_keys(family, blocks, plan.probes)
             values = await self._mget(keys)
-            self._take_loads(view, values[1], values[2 : 2 + len(load_keys)], len(load_keys) > 0)
+            self._take_loads(view, values[1], values[_HEAD : _HEAD + len(load_keys)], len(load_keys) > 0)
             if values[0] == view.version:
                 break
             await self._read_roster(view)
-        first = 2 + len(load_keys)
+        first = _HEAD + len(load_keys)
         recent = self._recent(view, placed, values[first : first + len(placed)])
         spans = plan.probed(
             _levels(values[first + len(placed) :], len(plan.probes), len(plan.probes and view.families))
@@ -145,13 +164,14 @@ class RedisIndexReader:
                 if level
             },
             loads=view.loads,
-            roster=view.roster,
+            roster=view.seen(values[2] is not None),
         )
 
     async def roster(self, pool: str) -> Mapping[str, ReplicaRecord]:
         view = self._view(pool)
         await self._read_roster(view)
-        return view.roster
+        (alive,) = await self._mget([view.layout.alive])
+        return view.seen(alive is not None)
 
     async def announce(self, pool: str, replicas: Sequence[ReplicaRecord], ttl_s: float) -> None:
         view = self._view(pool)

@@ -69,7 +69,9 @@ class RedisIndexWriter:
         args: list[Any] = [indexer, int(ttl_s * 1000), self._ttl_s]
         for name, fence in replicas.items():
             args += (name, fence)
-        epoch, fair, alive, mine, claimed = await self._script(CLAIM, self._state(pool), args)
+        epoch, fair, alive, mine, claimed = await self._script(
+            CLAIM, [*self._state(pool), self._layout(pool).alive], args
+        )
         return Claim(
             epoch=epoch.decode(),
             renewed=frozenset(name.decode() for name in mine),

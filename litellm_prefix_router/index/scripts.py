@@ -34,8 +34,9 @@ local function fence_of(leases, replica)
 end
 """
 
-# KEYS 1 roster, 2 slots, 3 version, 4 leases. The roster and the slots live and die together: when either is gone, or
-# they disagree, both begin anew under another epoch, and block keys of the old one are out of everyone's reach.
+# KEYS 1 roster, 2 slots, 3 version, 4 leases (CLAIM: 5 the sign of life). The roster and the slots live and die
+# together: when either is gone, or they disagree, both begin anew under another epoch, and block keys of the old one
+# are out of everyone's reach.
 _STATE = """
 local R, S, V, K = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local function publish(epoch, counter, ttl) call('SET', V, epoch .. ':' .. counter, 'EX', ttl) end
@@ -139,6 +140,7 @@ CLAIM = (
 local me, lease_ms, ttl, now = ARGV[1], tonumber(ARGV[2]), ARGV[3], now_ms()
 local epoch = ensure(ttl)
 local alive, held = 0, {}
+call('SET', KEYS[5], me, 'PX', int(lease_ms * 3))
 call('HSET', K, '@i' .. me, int(now + lease_ms))
 local all = call('HGETALL', K)
 for i = 1, #all, 2 do

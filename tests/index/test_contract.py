@@ -162,3 +162,19 @@ async def test_snapshots_come_back(index: Any) -> None:
     assert await writer.load_snapshot(POOL, NAMES[0]) is None
     await writer.save_snapshot(POOL, NAMES[0], fleet[NAMES[0]][1], b"\x00state\xff")
     assert await writer.load_snapshot(POOL, NAMES[0]) == b"\x00state\xff"
+
+
+async def test_a_pool_that_no_indexer_tends_is_stale(settings: Any) -> None:
+    from litellm_prefix_router.index.redis_reader import RedisIndexReader
+    from litellm_prefix_router.index.redis_writer import RedisIndexWriter
+
+    writer, reader = RedisIndexWriter(settings), RedisIndexReader(settings)
+    fleet = await start(writer)
+    await write(writer, fleet[NAMES[0]], CHAIN[:9])
+    assert (await reader.lookup(POOL, CHAIN[:9])).roster[NAMES[0]].knowledge == "exact"
+    await writer._guard.client.delete(writer._layout(POOL).alive)
+    found = await reader.lookup(POOL, CHAIN[:9])
+    assert found.matches == {NAMES[0]: 9} and found.roster[NAMES[0]].knowledge == "stale"
+    assert (await reader.roster(POOL))[NAMES[0]].note == "no indexer follows its events"
+    await reader.close()
+    await writer.close()

@@ -1,0 +1,215 @@
+"""Follows one replica of one pool: finds its event stream, drives the tracker, hands the outputs on in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+from ..fleet.discovery import ReplicaFacts, ask_replica
+from ..index.contract import ReplicaRecord
+from ..settings import Settings
+from .addresses import StreamAddress, from_engine, from_operator
+from .subscriber import Replay, SubscriberHub, Subscription
+from .tracker import Alarm, Output, RequestReplay, Tracker
+
+logger = logging.getLogger("litellm_prefix_router.events")
+
+_ASK_AGAIN_S = 5.0
+"""Between questions to a replica that has not told its event stream yet, doubling up to a minute."""
+
+
+class Follower:
+    """One replica under this indexer's lease. `record` is what the roster should say of it.
+
+    `on_output(follower, output)` gets Store, Remove and NewIncarnation in order, `on_change(follower,
+    urgent)` says that the record changed (not urgent: by the time of its last event alone).
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        record: ReplicaRecord,
+        fence: int,
+        settings: Settings,
+        hub: SubscriberHub,
+        client: httpx.AsyncClient,
+        on_output: Callable[[Follower, Output], None],
+        on_change: Callable[[Follower, bool], None],
+    ) -> None:
+        self.pool = pool
+        self.record = record
+        self.fence = fence
+        self.tracker: Tracker | None = None
+        self.snapshot_seq = -1
+        self._settings = settings
+        self._hub = hub
+        self._client = client
+        self._on_output = on_output
+        self._on_change = on_change
+        self._subscription: Subscription | None = None
+        self._replay: Replay | None = None
+        self._address: StreamAddress | None = None
+        self._connected = self._was_up = False
+        self._prove_again = False
+        self._alarm: Alarm | None = None
+        self._unanchored = 0
+
+    @property
+    def replica_id(self) -> str:
+        return self.record.replica_id
+
+    async def run(self, snapshot: bytes | None) -> None:
+        """Find the stream (as long as it takes), then subscribe; afterwards callbacks do the work. Ends on `close`."""
+        wait_s = _ASK_AGAIN_S
+        while True:
+            facts = ReplicaFacts()
+            if self.record.events:
+                address: StreamAddress | None = from_operator(
+                    self.record.address, self.record.events, self.record.replay
+                )
+                facts = await ask_replica(self._client, self.record.address)
+                problem = ""
+            else:
+                facts = await ask_replica(self._client, self.record.address)
+                address, problem = self._choose(facts)
+            if address is not None:
+                try:
+                    self._begin(address, facts, snapshot)
+                    return
+                except OSError as error:
+                    problem = str(error)
+            if facts.reachable or self.record.slot is None:
+                self._publish(slot=None, knowledge="none", note=problem, block_size=facts.block_size or 0)
+            else:  # taken over while it does not answer: what the index says of it may well be true still
+                self._publish(knowledge="stale", note=problem)
+            await asyncio.sleep(wait_s if facts.reachable else min(wait_s, 1.0))
+            wait_s = min(wait_s * 2, 60.0) if facts.reachable else _ASK_AGAIN_S
+
+    def close(self) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
+            self._subscription = None
+        if self._replay is not None:
+            self._replay.cancel()
+            self._replay = None
+
+    def refresh(self) -> None:
+        """Bring the record up to date; calls `on_change` if it changed."""
+        tracker = self.tracker
+        if tracker is None:
+            return
+        note: str | None = None
+        if not self._connected:
+            knowledge, note = "stale", "event stream disconnected"
+        elif tracker.replaying:
+            knowledge, note = "degraded", "catching up"
+        elif self.record.slot is None:
+            knowledge, note = "none", self.record.note
+        elif not tracker.complete and tracker.counts["unanchored"] > self._unanchored:
+            knowledge, note = "degraded", "joined late: some cached blocks are not known"
+        elif not tracker.complete:
+            knowledge, note = "degraded", self._alarm.detail if self._alarm else "joined late"
+        elif self._alarm is not None and self._alarm.kind == "block_size":
+            knowledge, note = "degraded", f"block size changed: {self._alarm.detail}"
+        else:
+            knowledge = "exact"
+        self._unanchored = tracker.counts["unanchored"]
+        self._publish(
+            slot=self.record.slot,
+            knowledge=knowledge,
+            note=note,
+            block_size=tracker.block_size or self.record.block_size,
+            last_event_at=tracker.last_ts,
+        )
+
+    def _choose(self, facts: ReplicaFacts) -> tuple[StreamAddress | None, str]:
+        if not facts.reachable:
+            return None, "replica does not answer"
+        if not facts.event_sources:
+            return None, "publishes no KV events (or does not tell: set its event endpoint)"
+        if len(facts.event_sources) > 1 and "#" not in self.replica_id:
+            return None, f"has {len(facts.event_sources)} data-parallel ranks: announce each as a replica of its own"
+        source = facts.event_sources.get(self.record.dp_rank)
+        address = from_engine(self.record.address, source) if source else None
+        return address, "" if address else f"publishes no KV events for rank {self.record.dp_rank}"
+
+    def _begin(self, address: StreamAddress, facts: ReplicaFacts, snapshot: bytes | None) -> None:
+        blocks = facts.capacity_tokens // facts.block_size if facts.block_size else 0
+        tracker = Tracker(
+            self.pool,
+            self.record.dp_rank,
+            can_replay=address.replay is not None,
+            capacity_blocks=blocks + blocks // 50 + 16 if blocks else None,
+            max_blocks=self._settings.max_blocks_per_replica,
+        )
+        if snapshot is not None and self.record.slot is not None:
+            tracker.restore(snapshot)
+        self._subscription = self._hub.subscribe(address, self._frame, self._connection)
+        self._address = address
+        self.tracker = tracker
+        if facts.block_size and not self.record.block_size:
+            self.record = msgspec.structs.replace(self.record, block_size=facts.block_size)
+        self._handle(tracker.start())
+
+    def _frame(self, seq: int, payload: bytes) -> None:
+        if self.tracker is not None:
+            self._handle(self.tracker.receive(seq, payload))
+
+    def _connection(self, up: bool) -> None:
+        # also when it is up for the first time: frames may have been sent between the replay and now
+        if up and self.tracker is not None and (self._was_up or self.tracker.can_replay):
+            if self.tracker.replaying:
+                self._prove_again = True
+            else:
+                self._handle(self.tracker.reconnected())
+        self._was_up = self._was_up or up
+        if up != self._connected:
+            self._connected = up
+            self.refresh()
+
+    def _handle(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            match output:
+                case RequestReplay():
+                    self._ask_replay(output.start)
+                case Alarm():
+                    if self._alarm is None or self._alarm.kind != output.kind:
+                        logger.warning("%s: %s: %s", self.replica_id, output.kind, output.detail)
+                    self._alarm = output
+                case _:
+                    self._on_output(self, output)
+
+    def _ask_replay(self, start: int) -> None:
+        assert self._address is not None
+        assert self._address.replay is not None
+        assert self.tracker is not None
+        if self._replay is not None:
+            self._replay.cancel()
+        tracker = self.tracker
+        self._replay = self._hub.replay(
+            self._address.replay,
+            start,
+            lambda seq, payload: self._handle(tracker.replayed(seq, payload)),
+            self._replay_done,
+            self._settings.replay_timeout_s,
+        )
+
+    def _replay_done(self, problem: str | None) -> None:
+        self._replay = None
+        if self.tracker is not None:
+            self._handle(self.tracker.replay_ended() if problem is None else self.tracker.replay_failed(problem))
+            if self._prove_again and not self.tracker.replaying:
+                self._prove_again = False
+                self._handle(self.tracker.reconnected())
+            self.refresh()
+
+    def _publish(self, **changes: object) -> None:
+        record = msgspec.structs.replace(self.record, **changes)
+        if record != self.record:
+            urgent = msgspec.structs.replace(self.record, last_event_at=record.last_event_at) != record
+            self.record = record
+            self._on_change(self, urgent)

