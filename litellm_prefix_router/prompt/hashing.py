@@ -1,7 +1,7 @@
 """Block hashes of a prompt whose beginning was hashed before: the same numbers as blocks.chain_hashes, sooner.
 
 A conversation's next turn repeats thousands of blocks. They are looked up in groups: the key is a hash over the
-group's ids and the hash of the block before it, so one look-up stands for _GROUP blocks.
+group's ids and the hash of the block before it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import xxhash
 from .blocks import TokenIds, chain_hashes
 from .cache import PromptCache
 
-_GROUP = 64
+_GROUPS = (512, 32)
+"""Blocks a look-up stands for: large groups for a long beginning, small ones for its end."""
 _BYTES_PER_HASH = 40
 """A Python integer of 64 bits and its place in a list."""
 
@@ -27,21 +28,22 @@ class BlockHasher:
 
     def hashes(self, token_ids: TokenIds, block_size: int, root: int) -> list[int]:
         """As blocks.chain_hashes without `extra`."""
-        step = block_size * _GROUP
-        groups = len(token_ids) // step
-        if groups < 2:
+        if len(token_ids) < 2 * block_size * _GROUPS[-1]:
             return chain_hashes(token_ids, block_size, root)
         raw = token_ids.view("u1").data
         result: list[int] = []
-        parent = root
-        for index in range(groups):
-            piece = raw[index * step * 4 : (index + 1) * step * 4]
-            key = ("blocks", parent, block_size, xxhash.xxh3_128_intdigest(piece, self._seed))
-            known = self._cache.get_many((key,))[0]
-            if known is None:
-                known = chain_hashes(token_ids[index * step : (index + 1) * step], block_size, parent)
-                self._cache.put(key, known, _BYTES_PER_HASH * _GROUP)
-            result += known
-            parent = result[-1]
-        result += chain_hashes(token_ids[groups * step :], block_size, parent)
+        start, parent = 0, root
+        for blocks in _GROUPS:
+            step = block_size * blocks
+            while start + step <= len(token_ids):
+                piece = raw[start * 4 : (start + step) * 4]
+                key = (parent, block_size, xxhash.xxh3_128_intdigest(piece, self._seed))
+                known = self._cache.get_many((key,))[0]
+                if known is None:
+                    known = chain_hashes(token_ids[start : start + step], block_size, parent)
+                    self._cache.put(key, known, _BYTES_PER_HASH * blocks)
+                result += known
+                parent = known[-1]
+                start += step
+        result += chain_hashes(token_ids[start:], block_size, parent)
         return result

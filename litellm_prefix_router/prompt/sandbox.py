@@ -21,6 +21,8 @@ import jinja2.ext
 import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.runtime import LoopContext
+from jinja2.utils import Namespace
 
 Clock = Callable[[], datetime]
 
@@ -32,6 +34,8 @@ _GROWING_METHODS = frozenset(
 )
 _MAX_POWER_BITS = 4096
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_OPEN_TYPES = frozenset({str, LoopContext, Namespace})
+"""Types of which a template may read every attribute that is not private."""
 
 
 class OutOfBounds(Exception):
@@ -97,13 +101,20 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # messages, tools and parts are plain dicts, and nearly all that a template does is read them: what the base
-        # class finds by way of an exception is found at once
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+        # Nearly all that a template does is read plain dicts, loops, namespaces and strings. What the base class finds
+        # by way of an exception and of checks by type is found at once here, with the same result.
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _DICT_ATTRIBUTES:
+                try:
+                    return obj[attribute]
+                except KeyError:
+                    return self.undefined(obj=obj, name=attribute)
+        elif kind in _OPEN_TYPES and attribute[:1] != "_" and attribute not in ("format", "format_map"):
             try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
+                return getattr(obj, attribute)
+            except AttributeError:
+                pass
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:

@@ -15,7 +15,7 @@ Where no token is like that, the whole text is encoded at once.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ import xxhash
 from .backend import Backend
 from .cache import PromptCache
 
+_GROUP = 16
+"""Segments that one look-up stands for, where all of them were seen together before."""
 _MIN_CHARACTERS = 1024
 """Shorter texts are encoded at once: that is as fast as looking them up."""
 _PLAIN_FLAGS = ("normalized", "lstrip", "rstrip", "single_word")
@@ -72,13 +74,34 @@ class SegmentEncoder:
             self._choose_cut(ids)
             return ids
         seed = self._seeds.get(cut) or self._seeds.setdefault(cut, secrets.randbits(63) | 1)
+        return b"".join(self._groups(data, pieces, cut, seed))
+
+    def _groups(self, data: bytes, pieces: Sequence[bytes], cut: bytes, seed: int) -> Iterator[bytes]:
+        """Ids of the text in order, by groups of _GROUP segments where the whole group was seen before."""
+        view = memoryview(data)
+        digest = xxhash.xxh3_128_intdigest
+        position = 0
+        for first in range(0, len(pieces), _GROUP):
+            group = pieces[first : first + _GROUP]
+            length = sum(map(len, group)) + len(cut) * (len(group) - 1)
+            key = digest(view[position : position + length], seed) ^ (1 if first == 0 else 2)
+            position += length + len(cut)
+            ids = self._cache.get_many((key,))[0] if len(group) == _GROUP else None
+            if ids is None:
+                ids = self._segments(group, first == 0, cut, seed)
+                if len(group) == _GROUP:
+                    self._cache.put(key, ids, len(ids))
+            yield ids
+
+    def _segments(self, pieces: Sequence[bytes], begins: bool, cut: bytes, seed: int) -> bytes:
         digest = xxhash.xxh3_128_intdigest
         keys = [digest(piece, seed) for piece in pieces]
-        keys[0] ^= 1  # the first piece has no token before it
+        if begins:
+            keys[0] ^= 3  # the first piece of the text has no token before it
         found = self._cache.get_many(keys)
         missing = [index for index, ids in enumerate(found) if ids is None]
         if missing:
-            texts = [cut + pieces[index] if index else pieces[0] for index in missing]
+            texts = [pieces[0] if begins and not index else cut + pieces[index] for index in missing]
             encoded = self._backend.encode_many([piece.decode() for piece in texts])
             for index, ids in zip(missing, encoded, strict=True):
                 found[index] = ids

@@ -47,6 +47,7 @@ def texts(model: str) -> st.SearchStrategy[str]:
 @pytest.mark.parametrize("model", MODELS)
 def test_segments_give_the_ids_of_the_whole_text(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHARACTERS", 0)
+    monkeypatch.setattr(segments, "_GROUP", 3)
     reference = TokenizersBackend(tokenizer(model))
     added = tokenizer(model).get_added_tokens_decoder()
     backend, _ = choose_backend(tokenizer(model), [token.content for token in added.values()])
