@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from .fleet.placements import PlacementMemory
 from .fleet.pool import Fleet, Pool
 from .fleet.prefill_rate import PrefillRates
 from .index.contract import IndexReader, IndexUnavailable, ReplicaLoad
+from .patience import PatientTimeout
 from .knowledge import Knowledge, extend_chain, served_from_cache
 from .policy import Candidate, Policy, PolicyInput, policy_named
 from .policy.chwbl import ConsistentHash
@@ -81,7 +83,7 @@ class PrefixRouter:
         known = Knowledge()
         pool = self.fleet.pool(request.pool)
         try:
-            async with asyncio.timeout(self.settings.deadline_ms / 1000):
+            async with PatientTimeout(self.settings.deadline_ms / 1000):
                 await self._learn(pool, request, known)
         except TimeoutError:
             known.failed(f"{known.stage}_timeout")
@@ -102,6 +104,22 @@ class PrefixRouter:
         seconds = self.ledger.first_token(decision.reservation)
         if seconds is not None:
             self.rates.observe(decision.replica_id, decision.queued_tokens, seconds)
+
+    def moved(self, decision: Decision, replica_id: str) -> Decision:
+        """The gateway's own retry had another replica serve the request: its load and its prompt are there now.
+
+        Go on with the decision that is returned; the receipt stays the one of the choice.
+        """
+        self.ledger.release(decision.reservation)
+        self.placements.place(replica_id, decision.chain)
+        uncached = max(decision.receipt.prompt_tokens - decision.receipt.token_credit, 1)
+        key = self.ledger.reserve(
+            decision.receipt.pool,
+            replica_id,
+            prefill_tokens=uncached,
+            active_tokens=decision.receipt.prompt_tokens,
+        )
+        return replace(decision, replica_id=replica_id, reservation=key, queued_tokens=0)
 
     def released(self, decision: Decision) -> None:
         """The request no longer loads its replica; `finished` may still follow. Harmless when repeated."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -36,6 +36,75 @@ class ModelSettings(BaseModel):
     max_model_len: int | None = Field(None, ge=1, description="Context in tokens; default: what the engine says.")
     block_size: int | None = Field(None, ge=1, description="Tokens a block; default: what the engine reports.")
     lora_modules: list[str] = Field(default_factory=list, description="Names that are adapters of this model.")
+
+
+class EndpointSettings(BaseModel):
+    """One endpoint of Envoy's cluster, where more than its ip:port has to be said."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    endpoint: str = Field(
+        description="ip:port as Envoy's cluster lists it; a name:port is resolved to all its addresses."
+    )
+    address: str | None = Field(None, description="Base URL of its API without /v1; default: from the endpoint.")
+    drain: bool = Field(False, description="Send nothing new there while another endpoint is left.")
+    events: str | None = Field(None, description="ZMQ endpoint of its KV events; default: what the engine reports.")
+    replay: str | None = Field(None, description="ZMQ endpoint of its replay; default: what the engine reports.")
+
+
+class EnvoyPoolSettings(BaseModel):
+    """One pool of the Envoy gateway: the endpoints of one of Envoy's clusters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1, description="The engine's model name.")
+    endpoints: list[str | EndpointSettings] = Field(min_length=1, description="ip:port, name:port, or a mapping.")
+    scheme: Literal["http", "https"] = Field("http", description="How to reach the endpoints' own API.")
+    rewrite_model: dict[str, str] = Field(
+        default_factory=dict, description='Model name in requests -> name sent to the engine; "*": any other name.'
+    )
+
+
+class EnvoySettings(BaseModel):
+    """The external processor for Envoy (`prefix-router ext-proc`)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    listen: str = Field(
+        "127.0.0.1:9002",
+        description="host:port or unix:///path. Worker n listens on port + n, or at the path with .n appended.",
+    )
+    workers: int = Field(1, ge=1, le=64, description="Processes, one address each: list them all in Envoy's cluster.")
+    tls_certificate: Path | None = Field(None, description="PEM file; with tls_key: serve TLS.")
+    tls_key: Path | None = Field(None, description="PEM file.")
+    tls_client_ca: Path | None = Field(None, description="PEM file; clients must show a certificate of this CA (mTLS).")
+    pools: dict[str, EnvoyPoolSettings] = Field(default_factory=dict, description="By name; best Envoy's cluster name.")
+    list_length: int = Field(4, ge=1, description="Endpoints named for a request, best first: for Envoy's retries.")
+    audit_response: bool = Field(
+        True, description="Follow each response to its end (load, usage); off: leave once the request is placed."
+    )
+    max_message_mb: int = Field(64, ge=1, description="Largest message from Envoy, MiB: bounds a buffered body.")
+    shed_backlog_s: float | None = Field(
+        None,
+        gt=0,
+        description="Answer 429 where even the best replica has more prefill ahead, seconds; default: never.",
+    )
+    session_header: str | None = Field(None, description="Request header that holds a session's key.")
+    tenant_header: str | None = Field(None, description="Request header that names the tenant; must be a trusted one.")
+    tenant_metadata: list[str] = Field(
+        default_factory=list, description="Path to the tenant in Envoy's metadata: namespace, then keys (JWT claims)."
+    )
+    salt_secret: SecretStr | None = Field(
+        None, description="Set: every request carries its tenant's cache_salt, an HMAC with this secret."
+    )
+    health_path: str = Field("/health", pattern="^/", description="Path that tells a replica's health.")
+    health_interval_s: float = Field(0.5, gt=0, description="Between two probes of a replica that shows no other sign.")
+    health_timeout_s: float = Field(2.0, gt=0, description="Bound on a probe's answer.")
+    health_timeouts: int = Field(2, ge=1, description="Probes in a row without an answer that make a replica down.")
+    eject_failures: int = Field(5, ge=1, description="5xx answers in a row that take a replica out for eject_s.")
+    eject_s: float = Field(5.0, ge=0, description="How long.")
+    resolve_interval_s: float = Field(2.0, gt=0, description="Between two resolutions of name:port endpoints.")
+    shutdown_grace_s: float = Field(30.0, ge=0, description="How long running streams may go on at shutdown.")
 
 
 class Settings(BaseSettings):
@@ -81,6 +150,7 @@ class Settings(BaseSettings):
     lookup_max_reads: int = Field(1024, ge=0, description="Blocks that a lookup reads at most to find where runs end.")
     models: dict[str, ModelSettings] = Field(default_factory=dict, description="By model (pool) name.")
     metrics_port: int | None = Field(None, description="Serve Prometheus metrics of commands on this port.")
+    envoy: EnvoySettings = Field(default_factory=lambda: EnvoySettings.model_validate({}))
 
 
 def load_settings(values: Mapping[str, Any] | None = None, *, where: str = "settings") -> Settings:

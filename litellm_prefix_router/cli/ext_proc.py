@@ -1,0 +1,76 @@
+"""`prefix-router ext-proc`: the external processor for Envoy, in one or several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+
+def ext_proc(
+    config: Annotated[Path, typer.Option(help="YAML file with settings; its `envoy` section is the processor's.")],
+    listen: Annotated[str | None, typer.Option(help="host:port or unix:///path instead of envoy.listen.")] = None,
+    worker: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Serve Envoy's ext_proc filter: name the endpoints for each request, best first."""
+    missing = _missing_parts()
+    if missing:
+        typer.echo(
+            f"ext-proc needs the extra [envoy]: pip install 'litellm-prefix-router[envoy]' (missing: {missing})",
+            err=True,
+        )
+        raise typer.Exit(2)
+    from ..settings import load_settings_file
+
+    settings = load_settings_file(config)
+    if listen is not None:
+        settings.envoy.listen = listen
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    if settings.envoy.workers > 1 and worker is None:
+        from ..gateways.ext_proc.workers import run_workers
+
+        raise typer.Exit(run_workers(settings.envoy.workers, _command(config, listen)))
+    asyncio.run(_serve(settings, worker or 0))
+
+
+def _missing_parts() -> str:
+    from importlib.util import find_spec
+
+    def there(name: str) -> bool:
+        try:
+            return find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+    parts = {"grpcio": "grpc", "grpcio-health-checking": "grpc_health", "xds-protos": "envoy.service.ext_proc"}
+    return ", ".join(name for name, module in parts.items() if not there(module))
+
+
+def _command(config: Path, listen: str | None) -> list[str]:
+    start = "from litellm_prefix_router.cli import main; main()"
+    command = [sys.executable, "-c", start, "ext-proc", "--config", str(config)]
+    return command if listen is None else [*command, "--listen", listen]
+
+
+async def _serve(settings: Settings, worker: int) -> None:
+    from ..gateways.ext_proc.server import ExtProcServer
+
+    server = ExtProcServer(settings, worker=worker)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await server.start()
+    typer.echo(f"ext_proc listens on {server.address}; pools: {', '.join(settings.envoy.pools)}")
+    try:
+        await stop.wait()
+    finally:
+        await server.stop()

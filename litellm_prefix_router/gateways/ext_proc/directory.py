@@ -1,0 +1,138 @@
+"""Which endpoint of Envoy is which replica: the pools of the configuration, with names resolved to addresses.
+
+An endpoint is an ip:port as Envoy's cluster lists it; a replica is known to the rest of the project by its API
+address. Nothing here opens a socket: resolved addresses are handed in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...fleet.pool import Pool, Replica
+from ...settings import EndpointSettings, EnvoyPoolSettings, ModelSettings, Settings, SettingsError
+
+Resolved = Mapping[str, Sequence[str]]
+"""name:port -> its ip:port endpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """One pool with both directions of its mapping."""
+
+    name: str
+    settings: EnvoyPoolSettings
+    pool: Pool
+    replica_of: Mapping[str, str] = field(default_factory=dict)
+    """Endpoint -> replica id."""
+    endpoint_of: Mapping[str, str] = field(default_factory=dict)
+    """Replica id -> endpoint."""
+    draining: frozenset[str] = frozenset()
+    """Replica ids that get nothing new."""
+
+    def sent_model(self, asked: object) -> str | None:
+        """The model name to send instead of the one asked for; None: leave it."""
+        rewrites = self.settings.rewrite_model
+        if not rewrites or not isinstance(asked, str):
+            return None
+        wanted = rewrites.get(asked, rewrites.get("*") if asked != self.settings.model else None)
+        return wanted if wanted != asked else None
+
+    def endpoints(self, ranking: Iterable[str], limit: int) -> str:
+        """The beginning of a ranking of replica ids, as Envoy's list of endpoints."""
+        known = (self.endpoint_of.get(replica_id) for replica_id in ranking)
+        return ",".join([endpoint for endpoint in known if endpoint is not None][:limit])
+
+
+class Directory:
+    """The pools as they stand. `update` replaces them as a whole, so that a request in flight keeps its view."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises SettingsError for an endpoint that cannot be one."""
+        self._settings = settings
+        self.names = frozenset(
+            entry.endpoint
+            for pool in settings.envoy.pools.values()
+            for entry in _entries(pool)
+            if not _is_address(entry.endpoint)
+        )
+        """name:port endpoints that have to be resolved."""
+        self.pools: dict[str, PoolView] = {}
+        self.update({})
+
+    def update(self, resolved: Resolved) -> bool:
+        """Build the pools with these resolutions; whether anything changed."""
+        pools = {name: self._view(name, given, resolved) for name, given in self._settings.envoy.pools.items()}
+        changed = {name: (view.replica_of, view.draining) for name, view in pools.items()} != {
+            name: (view.replica_of, view.draining) for name, view in self.pools.items()
+        }
+        if changed:
+            self.pools = pools
+        return changed
+
+    def find(self, named: str | None, cluster: str | None, model: object) -> PoolView | None:
+        """The pool of a request: the one that the route names, else the cluster's, the model's, or the only one."""
+        for name in (named, cluster):
+            if name is not None and name in self.pools:
+                return self.pools[name]
+        if named is not None:
+            return None
+        if len(self.pools) == 1:
+            return next(iter(self.pools.values()))
+        if not isinstance(model, str):
+            return None
+        for view in self.pools.values():
+            if model in (view.name, view.settings.model) or model in view.settings.rewrite_model:
+                return view
+        return next((view for view in self.pools.values() if model in view.pool.lora_modules), None)
+
+    def addresses(self) -> dict[str, str]:
+        """Replica id -> base URL, of all pools."""
+        return {r.replica_id: r.address for view in self.pools.values() for r in view.pool.replicas.values()}
+
+    def _view(self, name: str, given: EnvoyPoolSettings, resolved: Resolved) -> PoolView:
+        replicas: dict[str, Replica] = {}
+        replica_of: dict[str, str] = {}
+        draining: set[str] = set()
+        for entry in _entries(given):
+            single = _is_address(entry.endpoint)
+            for endpoint in (entry.endpoint,) if single else resolved.get(entry.endpoint, ()):
+                address = (entry.address if single else None) or f"{given.scheme}://{endpoint}"
+                address = address.rstrip("/").removesuffix("/v1")
+                replicas[address] = Replica(
+                    address, address, given.model, events=entry.events if single else None, replay=entry.replay
+                )
+                replica_of[endpoint] = address
+                if entry.drain:
+                    draining.add(address)
+        pool = Pool(name=name, replicas=replicas)
+        pool.settings = self._model_settings(name, given.model) or pool.settings
+        return PoolView(
+            name, given, pool, replica_of, {r: e for e, r in replica_of.items()}, frozenset(draining)
+        )  # fmt: skip
+
+    def _model_settings(self, name: str, model: str) -> ModelSettings | None:
+        return self._settings.models.get(name) or self._settings.models.get(model)
+
+
+def _entries(pool: EnvoyPoolSettings) -> list[EndpointSettings]:
+    entries = []
+    for given in pool.endpoints:
+        entry = EndpointSettings.model_validate({"endpoint": given}) if isinstance(given, str) else given
+        host, _, port = entry.endpoint.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise SettingsError(f"envoy.pools: endpoint {entry.endpoint!r} is not ip:port or name:port")
+        if entry.address is not None and not entry.address.startswith(("http://", "https://")):
+            raise SettingsError(f"envoy.pools: address {entry.address!r} of {entry.endpoint!r} is not an http(s) URL")
+        entries.append(entry)
+    return entries
+
+
+def _is_address(endpoint: str) -> bool:
+    host = endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
