@@ -6,6 +6,7 @@ import typer
 
 from .. import __version__
 from .demo import demo
+from .ext_proc import ext_proc
 from .indexer import indexer
 from .sim_replica import sim_replica
 from .tokens import tokens
@@ -26,6 +27,7 @@ def version() -> None:
 
 
 app.command()(demo)
+app.command("ext-proc")(ext_proc)
 app.command()(indexer)
 app.command("sim-replica")(sim_replica)
 app.command()(tokens)
