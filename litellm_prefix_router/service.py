@@ -32,7 +32,7 @@ from .router import PrefixRouter
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from .events.indexer import EmbeddedIndexer
+    from .events import EmbeddedIndexer
 
 logger = logging.getLogger("litellm_prefix_router")
 
@@ -85,7 +85,7 @@ class RouterService:
         for work in (self._discover, self._announce, self._publish, self._tick):
             self._background.submit(_forever(work))
         if self.settings.embedded_indexer:
-            from .events.indexer import EmbeddedIndexer  # sockets and decoders: only where they are used
+            from .events import EmbeddedIndexer  # sockets and decoders: only where they are used
 
             self._indexer = EmbeddedIndexer(self.settings)
             self._indexer.start()

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from ..demo.stack import Stack
 
 PREFILL_TOKENS_PER_S = 6000.0
-BLOCKS_PER_REPLICA = 2048
+DECODE_TOKENS_PER_S = 100.0
+BLOCKS_PER_REPLICA = 1024
+"""One replica's cache holds about a quarter of the workload's tenants and sessions, all of them together hold all."""
 
 
 def demo(
     replicas: Annotated[int, typer.Option(min=2, help="Simulated replicas.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the workload.")] = 240,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 8.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the workload.")] = 200,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the prefix-routing stack up until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
@@ -62,7 +64,17 @@ async def _run(replicas: int, requests: int, rate: float, seed: int, keep: bool,
     from ..sim.workload import Workload
 
     console = Console(stderr=as_json, highlight=False)
-    schedule = Workload(seed=seed, requests=requests, rate=rate).schedule()
+    # short answers: the proxy itself needs about 2 ms of CPU for each streamed piece
+    traffic = Workload(
+        seed=seed,
+        requests=requests,
+        rate=rate,
+        tenants=10,
+        sessions=24,
+        system_words=(1500, 4000),
+        answer_tokens=(4, 12),
+    )
+    schedule = traffic.schedule()
     results: dict[str, Any] = {"replicas": replicas, "rate": rate, "seed": seed}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefix-router-demo-")))
@@ -81,6 +93,7 @@ async def _run(replicas: int, requests: int, rate: float, seed: int, keep: bool,
                         redis_url=redis.connection_url,
                         num_blocks=BLOCKS_PER_REPLICA,
                         prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+                        decode_tokens_per_s=DECODE_TOKENS_PER_S,
                     )
                 with _progress(console, label, len(schedule)) as advance:
                     seen = await run_workload(running, schedule, advance, wanted)

@@ -26,6 +26,7 @@ def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
     prompt_tokens = sum(s.prompt_tokens for s in good)
     ttft = [s.ttft_ms for s in good]
     replicas = Counter(s.receipt.get("replica", "?") for s in good)
+    reasons = Counter(s.receipt.get("reason", "none") for s in good)
     sources = Counter(s.receipt.get("source", "none") for s in good)
     return {
         "requests": len(seen),
@@ -35,6 +36,7 @@ def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
         "ttft_p90_ms": round(percentile(ttft, 0.90), 1),
         "ttft_p99_ms": round(percentile(ttft, 0.99), 1),
         "by_source": {name: round(count / len(good), 4) for name, count in sources.most_common()},
+        "by_reason": {name: round(count / len(good), 4) for name, count in reasons.most_common()},
         "by_replica": {name: round(count / len(good), 4) for name, count in sorted(replicas.items())},
         "predicted_exactly": round(_predicted_exactly(good), 4),
     }
@@ -68,16 +70,17 @@ def comparison_table(results: Mapping[str, Any]) -> Table:
     table.add_row("requests", str(robin["requests"]), str(prefix["requests"]))
     table.add_row("failed", str(robin["requests"] - robin["ok"]), str(prefix["requests"] - prefix["ok"]))
     ideal = results["ideal_hit_rate"]
-    share = f"{prefix['hit_rate'] / ideal:.0%} of the ideal {ideal:.1%}" if ideal else ""
-    table.add_row("cache hit rate (tokens)", f"{robin['hit_rate']:.1%}", f"{prefix['hit_rate']:.1%}", share)
+    share = f"{prefix['hit_rate'] / ideal:.0%} of ideal" if ideal else ""
+    table.add_row("cached prompt tokens", f"{robin['hit_rate']:.1%}", f"{prefix['hit_rate']:.1%}", share)
+    table.add_row("  with one big cache", "", f"{ideal:.1%}", "the ideal")
     for name in ("p50", "p90", "p99"):
         before, after = robin[f"ttft_{name}_ms"], prefix[f"ttft_{name}_ms"]
         faster = f"{before / after:.1f}× faster" if after else ""
-        table.add_row(f"time to first token {name}", f"{before:.0f} ms", f"{after:.0f} ms", faster)
+        table.add_row(f"TTFT {name}", f"{before:.0f} ms", f"{after:.0f} ms", faster)
     for i, (a, b) in enumerate(zip(robin["by_replica"].values(), prefix["by_replica"].values(), strict=False), 1):
-        table.add_row(f"requests on replica {i}", f"{a:.0%}", f"{b:.0%}")
+        table.add_row(f"share of replica {i}", f"{a:.0%}", f"{b:.0%}")
     for source in sorted({*robin["by_source"], *prefix["by_source"]}):
         row = [f"{side['by_source'].get(source, 0):.1%}" for side in (robin, prefix)]
-        table.add_row(f"decisions: {source}", *row)
-    table.add_row("cached tokens predicted exactly", "", f"{prefix['predicted_exactly']:.1%}")
+        table.add_row(f"decided by {source}", *row)
+    table.add_row("predicted exactly", "", f"{prefix['predicted_exactly']:.1%}")
     return table

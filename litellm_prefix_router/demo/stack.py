@@ -62,6 +62,7 @@ async def start_stack(
     redis_url: str,
     num_blocks: int,
     prefill_tokens_per_s: float,
+    decode_tokens_per_s: float,
 ) -> Stack:
     """Start replicas and proxy. Raises StartError."""
     (proxy_port,) = free_ports(1)
@@ -74,6 +75,7 @@ async def start_stack(
             *("--replicas", str(replicas), "--port", str(first), "--model-name", MODEL),
             *("--block-size", str(BLOCK_SIZE), "--num-blocks", str(num_blocks)),
             *("--prefill-tokens-per-s", str(prefill_tokens_per_s)),
+            *("--decode-tokens-per-s", str(decode_tokens_per_s)),
         ],
     )
     ports = range(first, first + replicas)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
+from ..patience import PatientTimeout
 from .breaker import CircuitBreaker
 from .contract import IndexUnavailable
 
@@ -35,7 +36,7 @@ class RedisGuard:
             raise IndexUnavailable(f"Redis not reachable ({self.breaker.reason}); waiting for it to answer")
         began = self._clock()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with PatientTimeout(self._timeout_s):
                 return await make()
         except TimeoutError:
             if self._clock() - began < self._timeout_s * _STALL:
