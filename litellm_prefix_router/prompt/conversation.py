@@ -126,7 +126,7 @@ def _assistant_fields(message: Mapping[str, Any], result: dict[str, Any], dialec
 
 def _tool_call(call: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     function = call["function"]
-    arguments = _arguments(function.get("arguments"), dialect)
+    arguments = parsed_arguments(function.get("arguments"), dialect)
     if call.get("_order") == "responses":
         ordered = {"name": function["name"], "arguments": arguments}
     else:
@@ -136,8 +136,8 @@ def _tool_call(call: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     return known | {key: value for key, value in call.items() if key not in known and key != "_order"}
 
 
-def _arguments(text: Any, dialect: Dialect) -> Any:
-    """Arguments are JSON text in a request and an object for the template."""
+def parsed_arguments(text: Any, dialect: Dialect) -> Any:
+    """A tool call's arguments, JSON text in a request, as the object that templates get."""
     if not text:
         return {}
     if isinstance(text, dict):

@@ -23,7 +23,9 @@ from .conversation import (
 )
 from .dialect import Dialect
 from .encoded import CacheIdentity, EncodedPrompt, PromptUnknown
+from .harmony import HarmonyRenderer
 from .media import digest
+from .mistral import MistralRenderer
 from .probes import disabled_thinking_effort, system_must_be_first
 from .request_forms import ChatForm, MediaPart, TokenizeRules, refuse
 from .responses import responses_form
@@ -59,20 +61,39 @@ class EngineModel:
         self._files = files
         self._settings = settings
         self._clock = clock
-        self.tokenizer = ModelTokenizer(files, cache)
-        self.source = self.tokenizer.source
+        self._tokenizer: ModelTokenizer | None = None
         self._options = ServerOptions(
             trust_request_chat_template=settings.trust_request_chat_template,
             default_chat_template_kwargs=settings.default_chat_template_kwargs,
             exclude_tools_when_tool_choice_none=settings.exclude_tools_when_tool_choice_none,
             max_model_len=settings.max_model_len or max_model_len or files.max_model_len,
-            vocab_size=self.tokenizer.vocab_size,
+            vocab_size=files.vocab_size,
         )
+        mode = settings.tokenizer_mode
+        self._mistral: MistralRenderer | None = None
+        self._harmony: HarmonyRenderer | None = None
+        if mode == "mistral" or (mode == "auto" and files.tokenizer is None and files.has_tekken):
+            self._mistral = MistralRenderer(files.folder, self._options, dialect)
+            self.source = self._mistral.source
+        else:
+            self._tokenizer = ModelTokenizer(files, cache)
+            self._options = replace(self._options, vocab_size=self._tokenizer.vocab_size)
+            self.source = self._tokenizer.source
+        if mode == "harmony" or (mode == "auto" and files.model_type == "gpt_oss" and dialect.engine == "vllm"):
+            self._harmony = HarmonyRenderer(files, self._options, dialect, clock)
+            self.source = self._harmony.source
         self._sandbox = TemplateSandbox(clock)
         self._templates: dict[str, ChatTemplate] = {}
         self._server_template = _template_text(settings.chat_template)
         self._merge_inline_system: bool | None = None
         self._disabled_effort: str | None = None
+
+    @property
+    def tokenizer(self) -> ModelTokenizer:
+        """Text to ids; not there where another library makes ids from messages."""
+        if self._tokenizer is None:
+            raise PromptUnknown("unsupported", "this model's tokenizer takes messages, not text")
+        return self._tokenizer
 
     def encode(self, path: str, body: Mapping[str, Any]) -> EncodedPrompt:
         """Raises PromptUnknown."""
@@ -84,6 +105,12 @@ class EngineModel:
         endpoint = path.split("?", 1)[0].rstrip("/")
         if endpoint.endswith("/render"):
             endpoint = endpoint.removesuffix("/render")
+        if self._mistral is not None:
+            return self._mistral.encode(endpoint, body, identity)
+        if self._harmony is not None:
+            found = self._harmony.encode(endpoint, body, identity)
+            if found is not None:
+                return found
         if endpoint.endswith("/chat/completions"):
             return self._chat(chat_form(body, self._options, self.dialect), identity)
         if endpoint.endswith("/completions"):
@@ -220,7 +247,7 @@ class EngineModel:
         ids = self.tokenizer.encode(text, add_special_tokens=rules.add_special_tokens)
         if not len(ids):
             refuse("the prompt is empty")
-        return EncodedPrompt(self._fitted(ids, rules), identity, self.source)
+        return EncodedPrompt(self._fitted(ids, rules), identity, self.tokenizer.source)
 
     def _up_to(
         self,
@@ -233,7 +260,7 @@ class EngineModel:
     ) -> EncodedPrompt:
         ids = self.tokenizer.encode(text[: max(position, 0)], add_special_tokens=rules.add_special_tokens)
         known = self.tokenizer.until_last_added_token(ids)
-        return EncodedPrompt(known, identity, self.source, complete=False, note=note, opaque_tail=tail)
+        return EncodedPrompt(known, identity, self.tokenizer.source, complete=False, note=note, opaque_tail=tail)
 
     def _fitted(self, ids: TokenIds, rules: TokenizeRules) -> TokenIds:
         limit = self._options.max_model_len

@@ -31,6 +31,7 @@ class TokenizerFiles:
     """Chat templates by name; "default" is the one without a name."""
     processor_template: str | None = None
     has_processor: bool = False
+    has_tekken: bool = False
 
     @property
     def takes_media(self) -> bool:
@@ -106,6 +107,7 @@ def read_files(folder: Path) -> TokenizerFiles:
         templates=templates,
         processor_template=processor if isinstance(processor, str) else None,
         has_processor=is_processor,
+        has_tekken=any((folder / name).is_file() for name in ("tekken.json", "tekken.json.gz")),
     )
 
 

@@ -41,6 +41,22 @@ def test_every_recorded_request_gives_the_engines_ids(name: str, folders: Path) 
     assert found == []
 
 
+@pytest.mark.parametrize(
+    ("name", "library"), [("gpt_oss_harmony", "openai_harmony"), ("mistral_tekken", "mistral_common")]
+)
+def test_families_without_a_template(name: str, library: str) -> None:
+    pytest.importorskip(library, reason=f"{library} is an optional dependency")
+    found = []
+    for file in sorted((PROMPTS / name).glob("requests*.jsonl")):
+        meta, recordings = lines(file)
+        # one request's ids could not be recorded, only their number
+        known = [recording for recording in recordings if "prompt_token_ids" in recording or recording["status"] != 200]
+        assert len(recordings) - len(known) <= 1
+        mode = "mistral" if name.startswith("mistral") else "auto"
+        found += list(differences(loaded(settings_of(meta, PROMPTS / name, tokenizer_mode=mode)), known))
+    assert found == []
+
+
 def test_what_the_template_receives(folders: Path) -> None:
     """The messages, tools and arguments after normalisation, through a template that prints them as JSON."""
     folder = folders / "qwen3"
