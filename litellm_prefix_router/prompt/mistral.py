@@ -78,7 +78,8 @@ class MistralRenderer:
             if body.get("chat_template") is not None or body.get("chat_template_kwargs") is not None:
                 refuse("this tokenizer takes no chat template")
             _shorten_ids(form)
-        return EncodedPrompt(self._fitted(as_token_ids(self._conversation(form)), form.rules), identity, self.source)
+        plain = replace(form.rules, add_special_tokens=False)  # messages bring their own
+        return EncodedPrompt(self._fitted(as_token_ids(self._conversation(form)), plain), identity, self.source)
 
     def _conversation(self, form: ChatForm) -> list[int]:
         messages = [_renamed(message, self._dialect) for message in form.messages]
