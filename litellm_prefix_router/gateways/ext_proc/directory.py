@@ -121,7 +121,7 @@ def _entries(pool: EnvoyPoolSettings) -> list[EndpointSettings]:
     for given in pool.endpoints:
         entry = EndpointSettings.model_validate({"endpoint": given}) if isinstance(given, str) else given
         host, _, port = entry.endpoint.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
             raise SettingsError(f"envoy.pools: endpoint {entry.endpoint!r} is not ip:port or name:port")
         if entry.address is not None and not entry.address.startswith(("http://", "https://")):
             raise SettingsError(f"envoy.pools: address {entry.address!r} of {entry.endpoint!r} is not an http(s) URL")

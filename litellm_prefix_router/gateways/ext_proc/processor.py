@@ -81,14 +81,13 @@ class Processor:
             else:
                 outcome.decision = decision
                 actions += stream.placed(decision)
+        # outcomes first: a write is where the stream may be cut, and what is known by then must not be lost
+        outcome.follow(actions)
         for action in actions:
             if isinstance(action, Reply):
                 await write(action.message)
             elif isinstance(action, HangUp):
-                outcome.leave()
                 return False
-            else:
-                outcome.one(action)
         return True
 
     def _overloaded(self, decision: Decision) -> bool:
@@ -107,10 +106,11 @@ class _Outcome:
         self._moved = False
 
     def follow(self, actions: list[Action]) -> None:
+        """Report those of the actions that are outcomes."""
         for action in actions:
-            self.one(action)
+            self._one(action)
 
-    def one(self, action: Action) -> None:
+    def _one(self, action: Action) -> None:
         if isinstance(action, Unplaced):
             self._processor.meters.unplaced.labels(action.reason).inc()
         if self.decision is None:
@@ -119,6 +119,8 @@ class _Outcome:
             self._served(action)
         elif isinstance(action, FirstToken):
             self._processor.router.first_token(self.decision)
+        elif isinstance(action, HangUp):
+            self._leave()
         elif isinstance(action, Finished):
             # what another replica had cached says nothing about the prediction for the choice
             self._processor.router.finished(self.decision, None if self._moved else action.cached_tokens)
@@ -139,7 +141,7 @@ class _Outcome:
             self._moved = True
             self.decision = processor.router.moved(self.decision, served.replica_id)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """The response is not followed: the prefill is taken to last as long as it should, and the request likewise."""
         decision, self.decision = self.decision, None
         if decision is None:

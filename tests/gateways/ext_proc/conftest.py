@@ -23,6 +23,8 @@ from litellm_prefix_router.sim import SimConfig, SimReplica
 from litellm_prefix_router.sim.assets import TINY_MODEL
 from litellm_prefix_router.sim.tokenizer import SimTokenizer
 
+from .echo import Echo
+
 FAST = {"prefill_tokens_per_s": 1e6, "decode_tokens_per_s": 5e3}
 BLOCK = 16
 
@@ -106,11 +108,24 @@ async def fleet(tokenizer: SimTokenizer) -> AsyncIterator[Fleet]:
 
 
 @pytest.fixture
-def settings_of(redis_url: str, fleet: Fleet) -> Callable[..., dict[str, Any]]:
-    """Settings as a file would hold them: `envoy` options by keyword, top-level ones in `top`."""
+async def echoes() -> AsyncIterator[list[Echo]]:
+    backends = [Echo() for _ in range(4)]
+    for backend in backends:
+        await backend.start()
+    yield backends
+    for backend in backends:
+        await backend.die()
+
+
+@pytest.fixture
+def settings_of(redis_url: str, request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
+    """Settings as a file would hold them: `envoy` options by keyword, top-level ones in `top`. The pool's endpoints are
+    the fleet's unless `pool` has others."""
 
     def build(top: dict[str, Any] | None = None, pool: dict[str, Any] | None = None, **envoy: Any) -> dict[str, Any]:
-        pools = {"replicas": {"model": "tiny", "endpoints": fleet.endpoints, **(pool or {})}}
+        if "endpoints" not in (pool or {}):
+            pool = {"endpoints": request.getfixturevalue("fleet").endpoints, **(pool or {})}
+        pools = {"replicas": {"model": "tiny", **pool}}
         return {
             "redis_url": redis_url,
             "key_prefix": f"test-{os.urandom(4).hex()}",
@@ -181,8 +196,17 @@ async def start_envoy(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[E
             path = tmp_path / f"envoy-{count}.yaml"
             path.write_text(yaml.safe_dump(config))
             name = f"envoy-{count}"
-            command = [str(binary), "-c", str(path), "--concurrency", "1", "--disable-hot-restart", "-l", "warning"]
-            processes.start(name, [*command, "--base-id", str(os.getpid() % 30000 + count)])
+            command = [
+                str(binary),
+                "-c",
+                str(path),
+                "--concurrency",
+                "1",
+                "--disable-hot-restart",
+                "--log-level",
+                "warning",
+            ]
+            processes.start(name, [*command, "--file-flush-interval-msec", "20"])
 
             async def up() -> bool:
                 try:
