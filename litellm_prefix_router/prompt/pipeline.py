@@ -19,6 +19,7 @@ from .blocks import chain_hashes, root_hash
 from .cache import PromptCache
 from .dialect import dialect_for
 from .encoded import EncodedPrompt, PromptUnknown
+from .engine_tokenizer import EngineTokenizer
 from .hashing import BlockHasher
 from .model import EngineModel
 from .sandbox import Clock
@@ -33,6 +34,14 @@ _CHARACTERS_PER_ITEM = 200
 _INLINE_SLOW_CHARACTERS = 2_000
 """The same with the reference tokenizer."""
 _MAX_NODES = 200_000
+_ENGINE_ONLY = frozenset(
+    {
+        *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
+        *("DeepseekV41ForCausalLM", "KimiK3ForConditionalGeneration", "InklingForCausalLM"),
+        *("InklingForConditionalGeneration", "MoonshotKimiaForCausalLM"),
+    }
+)
+"""Architectures that the engine renders with code of its own instead of a chat template, and no library does."""
 
 
 class PromptPipeline:
@@ -40,7 +49,8 @@ class PromptPipeline:
 
     `settings` say how the engine was started; `root` is where its replicas say that the model lives (a folder or a
     Hugging Face id), used when the settings name no tokenizer. `max_model_len` and `lora_modules` are what replicas
-    report. `cache` may be shared by several pipelines; `clock` is the templates' local time.
+    report. `cache` may be shared by several pipelines; `clock` is the templates' local time. `engine_tokenizer` asks a
+    replica where its engine alone can render the prompt, and where no tokenizer can be had.
     """
 
     def __init__(
@@ -55,6 +65,7 @@ class PromptPipeline:
         cache: PromptCache | None = None,
         clock: Clock = datetime.now,
         max_body_bytes: int = 8 << 20,
+        engine_tokenizer: EngineTokenizer | None = None,
     ) -> None:
         self.settings = settings or ModelSettings.model_validate({})
         self.cache = cache if cache is not None else PromptCache(256 << 20)
@@ -65,6 +76,7 @@ class PromptPipeline:
         self._lora_modules = frozenset(lora_modules)
         self._clock = clock
         self._max_body_bytes = max_body_bytes
+        self._engine_tokenizer = engine_tokenizer
         self._hasher = BlockHasher(self.cache)
         self._model: EngineModel | None = None
         self._failure: PromptUnknown | None = None
@@ -96,6 +108,8 @@ class PromptPipeline:
     def state(self) -> str:
         if self._model is not None:
             return f"ready ({self._model.source}, {self._name})"
+        if self._failure is not None and self._engine_tokenizer is not None:
+            return f"{self._engine_tokenizer.state} because {self._failure.detail or self._failure.reason}"
         if self._failure is not None:
             return f"failed: {self._failure.detail or self._failure.reason}"
         return "loading" if self._loading is not None else "not started"
@@ -104,9 +118,19 @@ class PromptPipeline:
         try:
             if not self._name:
                 raise PromptUnknown("tokenizer_missing", "no tokenizer is set and no replica says where its model is")
+            if self.settings.tokenizer_mode == "engine":
+                raise PromptUnknown("unsupported", "the settings say so")
+            files = read_files(find_folder(self._name))
+            settings = self.settings
+            if settings.tokenizer_mode == "auto" and self._dialect.engine == "vllm":
+                only = _ENGINE_ONLY.intersection(map(str, files.config.get("architectures") or ()))
+                if only:
+                    raise PromptUnknown("unsupported", f"only the engine renders prompts of {next(iter(only))}")
+                if self._name.startswith("mistralai/") and files.has_tekken:
+                    settings = settings.model_copy(update={"tokenizer_mode": "mistral"})
             self._model = EngineModel(
-                read_files(find_folder(self._name)),
-                self.settings,
+                files,
+                settings,
                 self._dialect,
                 self.cache,
                 clock=self._clock,
@@ -123,6 +147,8 @@ class PromptPipeline:
 
     async def encode(self, path: str, body: Mapping[str, Any]) -> EncodedPrompt:
         """Token ids for the body that is sent to `path`; for a list of prompts, the first. Raises PromptUnknown."""
+        if self._failure is not None and self._engine_tokenizer is not None:
+            return await self._engine_tokenizer.encode(path, body)
         model = self._ready()
         weight = self._weigh(body)
         limit = _INLINE_CHARACTERS if model.source == "fastokens" else _INLINE_SLOW_CHARACTERS
