@@ -6,6 +6,7 @@ import typer
 
 from .. import __version__
 from .demo import demo
+from .doctor import doctor
 from .ext_proc import ext_proc
 from .indexer import indexer
 from .sim_replica import sim_replica
@@ -31,3 +32,4 @@ app.command("ext-proc")(ext_proc)
 app.command()(indexer)
 app.command("sim-replica")(sim_replica)
 app.command()(tokens)
+app.command()(doctor)
