@@ -7,6 +7,7 @@ replicas to the indexers, publishes this gateway's load, and runs the embedded i
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
+from . import __version__
 from .background import BackgroundLoop
 from .decision import Decision
 from .encoders import EncoderShelf
@@ -39,6 +41,7 @@ logger = logging.getLogger("litellm_prefix_router")
 REDISCOVER_S = 30.0
 RETRY_DISCOVERY_S = 1.0
 TICK_S = 1.0
+STATE_TTL_S = 6.0
 
 _metrics_lock = threading.Lock()
 _metrics: list[Metrics] = []
@@ -75,6 +78,7 @@ class RouterService:
         self._indexer: EmbeddedIndexer | None = None
         self._wake = threading.Event()
         self._started = False
+        self._started_at = time.time()
         self._told: set[str] = set()
 
     def start(self) -> None:
@@ -82,7 +86,7 @@ class RouterService:
         if self._started:
             return
         self._started = True
-        for work in (self._discover, self._announce, self._publish, self._tick):
+        for work in (self._discover, self._announce, self._publish_loads, self._publish_state, self._tick):
             self._background.submit(_forever(work))
         if self.settings.embedded_indexer:
             from .events import EmbeddedIndexer  # sockets and decoders: only where they are used
@@ -173,7 +177,42 @@ class RouterService:
                     pass  # tried again below; decisions report it
             await asyncio.sleep(0.2)
 
-    async def _publish(self) -> None:
+    async def _publish_state(self) -> None:
+        """Say how this gateway is, for `prefix-router status`."""
+        while True:
+            try:
+                await self._reader().publish_state(self.gateway_id, json.dumps(self.state()).encode(), STATE_TTL_S)
+            except IndexUnavailable:
+                pass
+            await asyncio.sleep(STATE_TTL_S / 3)
+
+    def state(self) -> dict[str, object]:
+        """This gateway for people and programs: pools, decisions so far, load; no prompt, no token ids."""
+        return {
+            "gateway": self.gateway_id,
+            "version": __version__,
+            "policy": self.settings.policy,
+            "started_at": self._started_at,
+            "breaker": self._reader().breaker_state,
+            "pools": {
+                pool.name: {
+                    "cache_name": pool.cache_name,
+                    "block_size": pool.block_size,
+                    "replicas": list(pool.replicas),
+                    "tokenizer": pool.encoder_problem or (pool.encoder.state if pool.encoder else "not started"),
+                    "problems": list(pool.describe_problems({})),
+                }
+                for pool in self.fleet.pools.values()
+            },
+            "decisions": self.tally.as_dict(),
+            "mismatch": {
+                r: round(self.router.confidence.mismatch(r), 3) for p in self.fleet.pools.values() for r in p.replicas
+            },
+            "expired_reservations": self.router.ledger.expired,
+            "loads": {name: [load.requests, load.prefill_tokens] for name, load in self.router.ledger.loads().items()},
+        }
+
+    async def _publish_loads(self) -> None:
         """Tell the other gateways this one's load: at once when it changed, else to renew the lease."""
         last: dict[str, Mapping[str, ReplicaLoad]] = {}
         renewed: dict[str, float] = {}

@@ -10,6 +10,7 @@ from .doctor import doctor
 from .ext_proc import ext_proc
 from .indexer import indexer
 from .sim_replica import sim_replica
+from .status import status
 from .tokens import tokens
 
 app = typer.Typer(
@@ -31,5 +32,6 @@ app.command()(demo)
 app.command("ext-proc")(ext_proc)
 app.command()(indexer)
 app.command("sim-replica")(sim_replica)
+app.command()(status)
 app.command()(tokens)
 app.command()(doctor)

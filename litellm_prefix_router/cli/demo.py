@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from ..demo.stack import Stack
 
-PREFILL_TOKENS_PER_S = 6000.0
+PREFILL_TOKENS_PER_S = 4000.0
 DECODE_TOKENS_PER_S = 100.0
 BLOCKS_PER_REPLICA = 1024
 """One replica's cache holds about a quarter of the workload's tenants and sessions, all of them together hold all."""
@@ -69,8 +69,9 @@ async def _run(replicas: int, requests: int, rate: float, seed: int, keep: bool,
         seed=seed,
         requests=requests,
         rate=rate,
-        tenants=10,
+        tenants=16,
         sessions=24,
+        zipf=0.6,
         system_words=(1500, 4000),
         answer_tokens=(4, 12),
     )

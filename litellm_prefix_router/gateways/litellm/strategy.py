@@ -7,6 +7,7 @@ into releases of load.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -35,6 +36,7 @@ logger = logging.getLogger("litellm_prefix_router")
 
 HEADER = "x-prefix-router"
 _WATCH_S = 0.2
+_instances = itertools.count(1)
 
 
 class _Bound(CustomRoutingStrategyBase):  # type: ignore[misc]
@@ -64,6 +66,8 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
 
     def __init__(self, settings: Settings | None = None) -> None:
         super().__init__()
+        # LiteLLM takes callbacks of one class for the same unless some public attribute tells them apart
+        self.instance_id = f"prefix-router-{next(_instances)}"
         self._given = settings
         self._lock = threading.RLock()
         self._service: RouterService | None = None
@@ -110,6 +114,7 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
     def close(self) -> None:
         """Stop background work. The router falls back to load alone if it is still used."""
         with self._lock:
+            litellm.logging_callback_manager.remove_callback_from_all_lists(self)
             if self._service is not None:
                 self._service.stop()
 
@@ -276,6 +281,16 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
             self.tickets.released(ticket)
             if not ended:  # the client went away, or the replica did: nothing more will be reported
                 self.tickets.close(ticket)
+
+    async def async_post_call_success_deployment_hook(
+        self, request_data: dict[str, Any], response: Any, call_type: Any
+    ) -> None:
+        if getattr(response, "usage", None) is None or hasattr(response, "completion_stream"):
+            return  # a stream, of which only the headers are here
+        ticket = self.tickets.find(request_data)
+        if ticket is not None:
+            self.service.router.first_token(ticket.decision)
+            self.tickets.released(ticket)  # LiteLLM's logging, which comes later, does not load the replica
 
     async def async_post_call_failure_deployment_hook(
         self, request_data: Mapping[str, object], exception: Exception, call_type: Any, **more: Any
