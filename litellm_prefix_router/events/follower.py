@@ -54,7 +54,6 @@ class Follower:
         self._replay: Replay | None = None
         self._address: StreamAddress | None = None
         self._connected = self._was_up = False
-        self._prove_again = False
         self._alarm: Alarm | None = None
         self._unanchored = 0
 
@@ -162,10 +161,7 @@ class Follower:
     def _connection(self, up: bool) -> None:
         # also when it is up for the first time: frames may have been sent between the replay and now
         if up and self.tracker is not None and (self._was_up or self.tracker.can_replay):
-            if self.tracker.replaying:
-                self._prove_again = True
-            else:
-                self._handle(self.tracker.reconnected())
+            self._handle(self.tracker.reconnected())
         self._was_up = self._was_up or up
         if up != self._connected:
             self._connected = up
@@ -202,9 +198,6 @@ class Follower:
         self._replay = None
         if self.tracker is not None:
             self._handle(self.tracker.replay_ended() if problem is None else self.tracker.replay_failed(problem))
-            if self._prove_again and not self.tracker.replaying:
-                self._prove_again = False
-                self._handle(self.tracker.reconnected())
             self.refresh()
 
     def _publish(self, **changes: object) -> None:

@@ -6,8 +6,9 @@ queues what arrives meanwhile).
 
 - next number: apply. A number that was seen, with the same payload: a repeat (replay and live stream overlap); skip.
 - a number that was seen, with another payload: the engine restarted. Forget everything, begin a new incarnation.
-- a gap, or a reconnected socket: ask for the replay *from the last frame that was applied*. If that frame comes back
-  byte for byte, it is the same life and nothing is lost. If not, or there is no replay: a new incarnation.
+  (Unless it is new to the live stream and older than what was applied: a frame that a replay has overtaken.)
+- a gap, or a reconnected socket: ask for the replay *from the last frames that were applied*. If they come back byte
+  for byte, it is the same life and nothing is lost. If not, or there is no replay: a new incarnation.
 
 After a gap the names of blocks stay (dormant): what is held is unknown, but a child that the engine stores proves that
 its ancestors are held. Hashes are computed from token ids here; the engine's are only names. A block whose chain does
@@ -30,6 +31,8 @@ from .ledger import Ledger, LedgerImage
 
 _REMEMBERED = 8192
 """Recent frames whose digests are kept, to tell a repeat from a restart: more than a subscriber's queue is long."""
+_OVERLAP = 16
+"""Frames before the last one that a replay has to confirm."""
 _QUEUE_FRAMES = 100_000
 
 
@@ -106,7 +109,9 @@ class Tracker:
         self._max_blocks = max_blocks
         self._replaying = False
         self._unproven = False
-        self._queue: deque[tuple[int, bytes]] = deque()
+        self._prove_again = False
+        self._queue: deque[tuple[int, bytes, bool]] = deque()
+        self._live_seq = -1
         self._digests: dict[int, int] = {}
         self._roots: dict[tuple[str | None, str | None], int] = {}
         self._out: list[Output] = []
@@ -128,21 +133,29 @@ class Tracker:
 
     def receive(self, seq: int, payload: bytes) -> list[Output]:
         """One frame of the live stream."""
-        self._live(seq, payload)
+        advances = seq > self._live_seq
+        if advances or xxh3_64_intdigest(payload) != self._digests.get(seq):
+            self._live_seq = seq
+        self._live(seq, payload, advances)
         return self._take()
 
     def replayed(self, seq: int, payload: bytes) -> list[Output]:
         """One frame of the replay that was asked for, in ascending order."""
         if not self._replaying:
             return []
-        if self._unproven and seq >= self.last:
-            self._unproven = False
-            if seq != self.last or self._digests.get(seq) != xxh3_64_intdigest(payload):
+        if self._unproven:
+            known = self._digests.get(seq)
+            if (
+                seq > self.last
+                or (known is None and seq == self.last)
+                or known not in (None, xxh3_64_intdigest(payload))
+            ):
                 self._begin("gap" if seq > self.last else "restart")
                 self.last = -1
                 self._ask(prove=False)
-                return self._take()
-        if seq > self.last and not self._unproven:
+            elif seq == self.last:
+                self._unproven = False
+        elif seq > self.last:
             if seq > self.last + 1:
                 self._missed(f"replay begins at {seq}, wanted {self.last + 1}")
             self._apply(seq, payload)
@@ -172,8 +185,12 @@ class Tracker:
         return self._take()
 
     def reconnected(self) -> list[Output]:
-        """The stream's connection was lost and is back: the engine may be another one."""
-        if not self._replaying:
+        """The stream's connection was lost and is back: the engine may be another one, frames may be missing."""
+        if self._replaying:
+            # what is replayed now, and what came until now, may be of the life before
+            self._prove_again = True
+            self._queue.clear()
+        else:
             if self.can_replay:
                 self._ask(prove=self.last >= 0)
             elif self.last >= 0:
@@ -217,9 +234,9 @@ class Tracker:
 
     # -- sequence ------------------------------------------------------------------------------------------------
 
-    def _live(self, seq: int, payload: bytes) -> None:
+    def _live(self, seq: int, payload: bytes, advances: bool) -> None:
         if self._replaying:
-            self._queue.append((seq, payload))
+            self._queue.append((seq, payload, advances))
             if len(self._queue) > _QUEUE_FRAMES:
                 self._out += self.replay_failed("too many frames arrived meanwhile")
         elif seq == self.last + 1:
@@ -230,14 +247,19 @@ class Tracker:
         elif seq > self.last:
             if self.can_replay:
                 self.counts["gaps"] += 1
-                self._queue.append((seq, payload))
+                self._queue.append((seq, payload, advances))
                 self._ask(prove=self.last >= 0)
             else:
                 self._missed(f"frames {self.last + 1} to {seq - 1} are missing")
                 self._apply(seq, payload)
+        elif advances and _time_of(payload) < self.last_ts:
+            self.counts["overtaken"] += 1
         else:
             self._forget("restart")
-            self._live(seq, payload)
+            if seq and self.can_replay:
+                self._ask(prove=False)  # which brings this frame, too; queueing it might find a "restart" for ever
+            else:
+                self._live(seq, payload, advances)
 
     def _missed(self, detail: str) -> None:
         """Frames are lost for good."""
@@ -254,17 +276,24 @@ class Tracker:
         self._unproven = prove
         if not prove:
             self.complete = True  # until the replay turns out to begin later
-        self._out.append(RequestReplay(self.last if prove else 0))
+        start = self.last if prove else 0
+        # several frames: one of another life that happened to carry the next number may have been applied already
+        while prove and self.last - start < _OVERLAP and start - 1 in self._digests:
+            start -= 1
+        self._out.append(RequestReplay(start))
 
     def _resume(self, *, accept_gap: bool) -> None:
         self._replaying = self._unproven = False
         waiting, self._queue = self._queue, deque()
-        for seq, payload in waiting:
+        for seq, payload, advances in waiting:
             if accept_gap and seq > self.last + 1 and not self._replaying:
                 self._missed(f"frames {self.last + 1} to {seq - 1} are missing")
                 self._apply(seq, payload)
             else:
-                self._live(seq, payload)
+                self._live(seq, payload, advances)
+        if self._prove_again and not self._replaying:
+            self._prove_again = False
+            self._ask(prove=self.last >= 0)
 
     def _begin(self, reason: str) -> None:
         """A new incarnation that still knows the old one's names."""
@@ -408,3 +437,10 @@ class Tracker:
             self._out[-1] = kind(tier, previous.blocks + packed)
         else:
             self._out.append(kind(tier, packed))
+
+
+def _time_of(payload: bytes) -> float:
+    try:
+        return decode_batch(payload)[0]
+    except MalformedBatch:
+        return float("inf")
