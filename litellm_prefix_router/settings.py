@@ -150,7 +150,9 @@ class Settings(BaseSettings):
     lookup_max_reads: int = Field(1024, ge=0, description="Blocks that a lookup reads at most to find where runs end.")
     models: dict[str, ModelSettings] = Field(default_factory=dict, description="By model (pool) name.")
     metrics_port: int | None = Field(None, description="Serve Prometheus metrics of commands on this port.")
-    envoy: EnvoySettings = Field(default_factory=lambda: EnvoySettings.model_validate({}))
+    envoy: EnvoySettings = Field(
+        default_factory=lambda: EnvoySettings.model_validate({}), description="The Envoy gateway, see below."
+    )
 
 
 def load_settings(values: Mapping[str, Any] | None = None, *, where: str = "settings") -> Settings:

@@ -9,6 +9,7 @@ from .demo import demo
 from .doctor import doctor
 from .ext_proc import ext_proc
 from .indexer import indexer
+from .settings import settings
 from .sim_replica import sim_replica
 from .status import status
 from .tokens import tokens
@@ -31,6 +32,7 @@ def version() -> None:
 app.command()(demo)
 app.command("ext-proc")(ext_proc)
 app.command()(indexer)
+app.command()(settings)
 app.command("sim-replica")(sim_replica)
 app.command()(status)
 app.command()(tokens)
