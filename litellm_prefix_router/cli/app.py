@@ -7,6 +7,7 @@ import typer
 from .. import __version__
 from .demo import demo
 from .doctor import doctor
+from .eds import eds
 from .ext_proc import ext_proc
 from .indexer import indexer
 from .settings import settings
@@ -30,6 +31,7 @@ def version() -> None:
 
 
 app.command()(demo)
+app.command()(eds)
 app.command("ext-proc")(ext_proc)
 app.command()(indexer)
 app.command()(settings)
