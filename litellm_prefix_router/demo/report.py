@@ -13,6 +13,8 @@ from ..sim.ideal import ideal_hit_rate
 from ..sim.tokenizer import SimTokenizer
 from .traffic import Seen
 
+_GATEWAYS = {"litellm": "LiteLLM", "envoy": "Envoy"}
+
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Nearest-rank percentile; 0.0 of nothing."""
@@ -42,6 +44,21 @@ def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
     }
 
 
+def by_gateway(seen: Sequence[Seen]) -> dict[str, Any]:
+    """Each gateway's own numbers, and what it hit of conversations whose last turn another gateway had placed."""
+    out: dict[str, Any] = {}
+    for gateway in sorted({s.gateway for s in seen if s.gateway}):
+        mine = [s for s in seen if s.gateway == gateway]
+        handed_over = [s for s in mine if s.ok and s.previous_gateway not in ("", gateway)]
+        tokens = sum(s.prompt_tokens for s in handed_over)
+        out[gateway] = {
+            **summarize(mine),
+            "handed_over": len(handed_over),
+            "handed_over_hit_rate": round(sum(s.cached_tokens for s in handed_over) / tokens, 4) if tokens else 0.0,
+        }
+    return out
+
+
 def _predicted_exactly(good: Sequence[Seen]) -> float:
     """Share of the requests whose predicted cached tokens are what the replica reported, where one was predicted."""
     pairs = [
@@ -63,7 +80,8 @@ def ideal_of(seen: Iterable[Seen], *, usable_blocks: int, block_size: int) -> fl
 def comparison_table(results: Mapping[str, Any]) -> Table:
     """The two sides beside each other, and how they compare."""
     robin, prefix = results["round_robin"], results["prefix"]
-    table = Table(title="The same traffic, twice, through LiteLLM", title_justify="left")
+    through = " and ".join(_GATEWAYS[name] for name in results["gateways"])
+    table = Table(title=f"The same traffic, twice, through {through}", title_justify="left")
     table.add_column("")
     for name in ("round robin", "prefix routing", ""):
         table.add_column(name, justify="right")
@@ -83,4 +101,9 @@ def comparison_table(results: Mapping[str, Any]) -> Table:
         row = [f"{side['by_source'].get(source, 0):.1%}" for side in (robin, prefix)]
         table.add_row(f"decided by {source}", *row)
     table.add_row("predicted exactly", "", f"{prefix['predicted_exactly']:.1%}")
+    for name, side in results.get("prefix_by_gateway", {}).items():
+        before = results["round_robin_by_gateway"].get(name, {})
+        rates = [f"{numbers.get('handed_over_hit_rate', 0):.1%}" for numbers in (before, side)]
+        table.add_row(f"{_GATEWAYS[name]}: cached of", "", "", f"{side['handed_over']} turns")
+        table.add_row("  what the other placed", *rates)
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,9 @@ class Seen:
     """One request as its client saw it."""
 
     messages: list[Message] = field(default_factory=list)
+    gateway: str = ""
+    previous_gateway: str = ""
+    """Where the conversation's previous turn went; empty for a first turn."""
     ok: bool = False
     answer: str = ""
     sent_at: float = 0.0
@@ -106,17 +110,24 @@ async def warm_up(client: httpx.AsyncClient, stack: Stack, wanted: str | None, t
 
 
 async def run_workload(
-    stack: Stack, schedule: Sequence[TimedRequest], progress: Callable[[], None], wanted: str | None
+    stacks: Sequence[Stack], schedule: Sequence[TimedRequest], progress: Callable[[], None], wanted: str | None
 ) -> list[Seen]:
-    """Send the schedule in real time; returns what was seen, in order of the schedule."""
+    """Send the schedule in real time; returns what was seen, in order of the schedule. With several gateways each
+    conversation changes from one to the next with every turn.
+    """
     results = [Seen() for _ in schedule]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-        await warm_up(client, stack, wanted)
+        for stack in stacks:
+            await warm_up(client, stack, wanted)
 
         async def send(request: TimedRequest, messages: list[Message]) -> str:
+            turn = zlib.crc32(request.session.encode()) + request.turn
+            stack = stacks[turn % len(stacks)]
             try:
                 results[request.index] = seen = await ask(client, stack, messages, request.max_tokens)
+                seen.gateway = stack.gateway
+                seen.previous_gateway = stacks[(turn - 1) % len(stacks)].gateway if request.turn else ""
                 return seen.answer
             finally:
                 progress()
