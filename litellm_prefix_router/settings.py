@@ -147,7 +147,7 @@ class Settings(BaseSettings):
     redis_timeout_ms: float = Field(15.0, gt=0, description="Bound on one Redis round trip of a decision.")
     redis_probe_ms: float = Field(100.0, gt=0, description="First interval of probing a Redis that did not answer.")
     redis_write_timeout_ms: float = Field(2000.0, gt=0, description="Bound on one Redis round trip of an indexer.")
-    lookup_max_reads: int = Field(1024, ge=0, description="Blocks that a lookup reads at most to find where runs end.")
+    lookup_max_reads: int = Field(512, ge=0, description="Blocks that a lookup reads at most to find where runs end.")
     models: dict[str, ModelSettings] = Field(default_factory=dict, description="By model (pool) name.")
     metrics_port: int | None = Field(None, description="Serve Prometheus metrics of commands on this port.")
     envoy: EnvoySettings = Field(

@@ -70,7 +70,7 @@ class Indexer:
 
     async def run(self) -> None:
         interval = self.settings.indexer_lease_s / 3
-        self._hub = SubscriberHub()
+        self._hub = SubscriberHub(busy=self._busy)
         self._client = httpx.AsyncClient()
         try:
             while not self._stopping.is_set():
@@ -92,6 +92,10 @@ class Indexer:
             self._hub.close()
             await self._client.aclose()
             await self._writer.close()
+
+    def _busy(self) -> bool:
+        """So many writes wait that frames had better wait, too: in ZMQ, where there is a bound."""
+        return any(w.writing.backlog_blocks > self.settings.write_backlog_blocks // 4 for w in self._pools.values())
 
     async def _round(self) -> None:
         """Renew, claim, release, and look after what is held."""

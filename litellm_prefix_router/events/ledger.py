@@ -86,6 +86,36 @@ class Ledger:
             self.held[tier] += 1
         return count == 0
 
+    def extend(self, names: list[int], ours: list[int], parent: int | None, tier: str) -> list[int]:
+        """`add` for a chain below `parent`; our hashes of the blocks that the tier did not hold before."""
+        rows, copies = self._rows, self._copies.get(tier)
+        if (
+            copies is None
+            or self._free
+            or len(self._copies) > 1
+            or not names
+            or len(set(names)) < len(names)
+            or any(map(rows.__contains__, names))
+        ):
+            fresh = []
+            for name, block in zip(names, ours, strict=True):
+                if self.add(name, block, parent, tier):
+                    fresh.append(block)
+                parent = name
+            return fresh
+        # the usual case by far, in bulk: a new chain, one tier, no rows to use again
+        first, count = len(self._ours), len(names)
+        above = -1 if parent is None else rows.get(parent, -1)
+        self._parents.append(above)
+        self._parents.extend(range(first, first + count - 1))
+        self._above.append(self._ours[above] & 0xFFFFFFFF if above >= 0 else 0)
+        self._above.extend([block & 0xFFFFFFFF for block in ours[:-1]])
+        self._ours.extend(ours)
+        copies.extend(b"\x01" * count)
+        rows.update(zip(names, range(first, first + count), strict=True))
+        self.held[tier] += count
+        return ours
+
     def drop(self, name: int, tier: str) -> int | None:
         """Count one copy less. Our hash where that was the tier's last one, else None."""
         row = self._rows.get(name)

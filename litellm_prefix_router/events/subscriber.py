@@ -20,25 +20,35 @@ from .addresses import StreamAddress
 logger = logging.getLogger("litellm_prefix_router.events")
 
 OnFrame = Callable[[int, bytes], None]
-_BURST = 256
+_BURST = 64
 """Messages taken in one go before other callbacks get their turn."""
+_BUSY_S = 0.002
 _END = b"\xff" * 8
 
 
 class _Drained:
-    """A socket read by callback."""
+    """A socket read by callback. While `busy` says so, what arrives waits in ZMQ, up to its high-water mark."""
 
-    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None], busy: Callable[[], bool] = bool
+    ) -> None:
         self._socket = socket
+        self._busy = busy
         self._take = take
         self._loop = asyncio.get_running_loop()
         self._fd = socket.fileno()
         self._handle: asyncio.Handle | None = None
+        self._look_at = 0.0
         self._loop.add_reader(self._fd, self._drain)
         self._handle = self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
         if self._socket.closed:
+            return
+        if self._busy():
+            if self._handle is None or self._handle.cancelled() or self._loop.time() >= self._look_at:
+                self._look_at = self._loop.time() + _BUSY_S
+                self._handle = self._loop.call_at(self._look_at, self._drain)
             return
         for _ in range(_BURST):
             try:
@@ -78,10 +88,10 @@ class Subscription:
 class _Stream:
     """One SUB socket and its listeners: several where engines connect to one endpoint of ours, told apart by topic."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, bind: bool, hwm: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, bind: bool, hub: SubscriberHub) -> None:
         self.listeners: list[Subscription] = []
         socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, hwm)
+        socket.setsockopt(zmq.RCVHWM, hub.hwm)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -101,7 +111,7 @@ class _Stream:
             raise OSError(error.errno, f"{endpoint}: {error}") from None
         self._socket = socket
         self._connections = 0
-        self._frames = _Drained(socket, self._frame)
+        self._frames = _Drained(socket, self._frame, hub.busy)
         self._events = _Drained(monitor, self._event)
 
     def _frame(self, parts: list[bytes]) -> None:
@@ -132,13 +142,14 @@ class _Stream:
 
 
 class SubscriberHub:
-    """All sockets of one event loop. `close` ends them; ZMQ's own threads are shared (one per process is plenty)."""
+    """All sockets of one event loop; while `busy()`, nothing is read. ZMQ's own threads are shared (one is plenty)."""
 
-    def __init__(self, hwm: int = 100_000) -> None:
+    def __init__(self, hwm: int = 100_000, busy: Callable[[], bool] = bool) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8192)
         self._streams: dict[tuple[str, bool], _Stream] = {}
-        self._hwm = hwm
+        self.hwm = hwm
+        self.busy = busy
 
     def subscribe(
         self, address: StreamAddress, on_frame: OnFrame, on_connection: Callable[[bool], None]
@@ -147,7 +158,7 @@ class SubscriberHub:
         key = (address.endpoint, address.bind)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _Stream(self._context, address.endpoint, address.bind, self._hwm)
+            stream = self._streams[key] = _Stream(self._context, address.endpoint, address.bind, self)
         elif address.bind and any(other.topic in (None, address.topic) for other in stream.listeners):
             raise OSError(f"several engines send to {address.endpoint} under one topic: give each its own")
         subscription = Subscription(self, key, address.topic, on_frame, on_connection)
@@ -158,7 +169,7 @@ class SubscriberHub:
         self, endpoint: str, start: int, on_frame: OnFrame, on_end: Callable[[str | None], None], silence_s: float
     ) -> Replay:
         """Ask for frames from `start` on; `on_end(None)` after the last, or with what went wrong."""
-        return Replay(self._context, endpoint, start, on_frame, on_end, silence_s)
+        return Replay(self._context, endpoint, start, on_frame, on_end, silence_s, self.busy)
 
     def _leave(self, subscription: Subscription) -> None:
         stream = self._streams.get(subscription.key)
@@ -181,11 +192,12 @@ class Replay:
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, on_frame: OnFrame,
-        on_end: Callable[[str | None], None], silence_s: float,
+        on_end: Callable[[str | None], None], silence_s: float, busy: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._on_frame = on_frame
         self._on_end = on_end
         self._silence_s = silence_s
+        self._busy = busy
         self._loop = asyncio.get_running_loop()
         self._done = False
         socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
@@ -193,7 +205,7 @@ class Replay:
         socket.setsockopt(zmq.RCVHWM, 0)  # what was asked for is wanted, all of it
         socket.connect(endpoint)
         socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
-        self._drained = _Drained(socket, self._take)
+        self._drained = _Drained(socket, self._take, busy)
         self._heard = self._loop.time()
         self._timer = self._loop.call_later(silence_s, self._check)
 
@@ -209,6 +221,9 @@ class Replay:
 
     def _check(self) -> None:
         rest = self._heard + self._silence_s - self._loop.time()
+        if self._busy():  # it is us who does not listen
+            self._heard = self._loop.time()
+            rest = self._silence_s
         if rest > 0:
             self._timer = self._loop.call_later(rest, self._check)
         else:

@@ -18,7 +18,6 @@ not begin in view (a late join) cannot be named: it is counted, and `complete` i
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -359,9 +358,10 @@ class Tracker:
     def _stored(self, event: Stored) -> None:
         names, parent = event.blocks, event.parent
         self.counts["stored"] += len(names)
-        hashes: Iterable[int | None]
         if not event.tokens:  # a slower tier's placeholder: the name is all there is
-            hashes = [self.ledger.our_hash(name) for name in names]
+            pairs = [(name, block) for name in names if (block := self.ledger.our_hash(name)) is not None]
+            self.counts["unanchored"] += len(names) - len(pairs)
+            names, hashes, parent = [name for name, _ in pairs], [block for _, block in pairs], None
         elif event.block_size <= 0 or len(event.tokens) != event.block_size * len(names):
             self.counts["odd_length"] += 1
             return
@@ -384,15 +384,8 @@ class Tracker:
                 if event.tier == "gpu" and (woken := self.ledger.wake(parent)):
                     self._emit(Store, "gpu", woken)
             hashes = chain_hashes(np.array(event.tokens, "<u4"), event.block_size, seed, extra or None)
-        fresh = []
-        for name, ours in zip(names, hashes, strict=True):
-            if ours is None:
-                self.counts["unanchored"] += 1
-            elif self.ledger.add(name, ours, parent, event.tier):
-                fresh.append(ours)
-            else:
-                self.counts["duplicates"] += 1
-            parent = name
+        fresh = self.ledger.extend(names, hashes, parent, event.tier)
+        self.counts["duplicates"] += len(names) - len(fresh)
         self._emit(Store, event.tier, fresh)
 
     def _removed(self, event: Removed) -> None:

@@ -44,7 +44,7 @@ class LookupPlan:
 
     __slots__ = ("_brackets", "_ends", "_length", "_live", "_max_reads", "probes", "spans")
 
-    def __init__(self, length: int, live: int, levels: int = 1, max_reads: int = 1024) -> None:
+    def __init__(self, length: int, live: int, levels: int = 1, max_reads: int = 512) -> None:
         self._length = length
         self._live = live
         self._max_reads = max_reads

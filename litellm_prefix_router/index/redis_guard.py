@@ -7,11 +7,16 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from ..patience import PatientTimeout
 from .breaker import CircuitBreaker
 from .contract import IndexUnavailable
+
+try:
+    from hiredis import pack_command as _pack
+except ImportError:  # redis without its [hiredis] extra
+    _pack = None  # type: ignore[assignment]
 
 _T = TypeVar("_T")
 _STALL = 2.0
@@ -64,6 +69,28 @@ class RedisGuard:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
         await self.client.aclose()
+
+
+async def mget(client: Any, keys: list[bytes]) -> list[bytes | None]:
+    """MGET of many keys. redis-py's asyncio client packs commands in Python, which for hundreds of keys costs more than
+    the round trip (500 keys: 0.35 ms of 0.6); hiredis packs them in C. A Cluster's client finds the node by itself."""
+    pool = getattr(client, "connection_pool", None)
+    if pool is None or _pack is None:
+        values: list[bytes | None] = await client.execute_command("MGET", *keys)
+        return values
+    pack: Callable[[tuple[Any, ...]], bytes] = _pack
+    connection = await pool.get_connection()
+    try:
+        await connection.send_packed_command(pack(("MGET", *keys)), check_health=False)
+        values = await connection.read_response()
+    except ResponseError:
+        raise
+    except BaseException:  # cancelled by the deadline as a rule: the answer is still to come on this connection
+        await connection.disconnect(nowait=True)
+        raise
+    finally:
+        await pool.release(connection)
+    return values
 
 
 def describe(error: BaseException) -> str:

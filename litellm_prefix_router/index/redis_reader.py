@@ -19,7 +19,7 @@ from .contract import IndexLookup, ReplicaLoad, ReplicaRecord
 from .layout import LOWER_TIERS, TIERS, Layout, block_keys, pack_hashes, pools_key, replica_tag, state_key, states_key
 from .plan import LookupPlan, canonical_positions
 from .records import as_fields, decode_loads, decode_roster, encode_announcement, encode_loads, sum_loads
-from .redis_guard import RedisGuard
+from .redis_guard import RedisGuard, mget
 from .scripts import ANNOUNCE, LOADS, PLACE, run_script
 
 _PLACED_CAP = 16
@@ -238,8 +238,7 @@ class RedisIndexReader:
 
     async def _mget(self, keys: list[bytes]) -> list[bytes | None]:
         client = self._guard.client
-        values: list[bytes | None] = await self._guard.call(lambda: client.execute_command("MGET", *keys))
-        return values
+        return await self._guard.call(lambda: mget(client, keys))
 
     async def _script(self, script: str, keys: list[bytes], args: list[Any]) -> None:
         client = self._guard.client

@@ -214,15 +214,17 @@ for i = 3, #ARGV, 7 do
     local p, memo, single = base .. ARGV[i + 1] .. raw_epoch, {}, rep('\\0', at - 1) .. char(b)
     if on then
       if ARGV[i + 1] ~= 'b' then call('HSET', KEYS[3], '@t' .. ARGV[i + 1], '1') end
+      local known = false  -- neighbours are known or new together: guess by the one before, save a command
       for j = 1, #hashes, 8 do
         local k = p .. sub(hashes, j, j + 7)
-        local old = call('GET', k)
-        local new = single
-        if old then
-          new = memo[old]
+        local old = known and call('GET', k)
+        if old or not call('SET', k, single, 'EX', ttl, 'NX') then
+          known = true
+          old = old or call('GET', k)
+          local new = memo[old]
           if not new then new = renew(old, at, b, true) memo[old] = new end
-        end
-        call('SET', k, new, 'EX', ttl)
+          call('SET', k, new, 'EX', ttl)
+        else known = false end
       end
     else
       for j = 1, #hashes, 8 do
