@@ -15,7 +15,7 @@ Where no token is like that, the whole text is encoded at once.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ import xxhash
 from .backend import Backend
 from .cache import PromptCache
 
-_GROUP = 16
-"""Segments that one look-up stands for, where all of them were seen together before."""
+_GROUP_BYTES = 16 * 1024
+"""Text that one look-up stands for, where all of it was seen together before."""
 _MIN_CHARACTERS = 1024
 """Shorter texts are encoded at once: that is as fast as looking them up."""
 _PLAIN_FLAGS = ("normalized", "lstrip", "rstrip", "single_word")
@@ -68,32 +68,39 @@ class SegmentEncoder:
             return self._whole(text)
         cut = self._cut
         data = text.encode()  # UTF-8 holds no false matches; lone surrogates are refused here
-        pieces = data.split(cut) if cut is not None else ()
-        if cut is None or len(pieces) < 2:
+        if cut is None or cut not in data:
             ids = self._backend.encode(text)
             self._choose_cut(ids)
             return ids
         seed = self._seeds.get(cut) or self._seeds.setdefault(cut, secrets.randbits(63) | 1)
-        return b"".join(self._groups(data, pieces, cut, seed))
+        return b"".join(self._groups(data, cut, seed))
 
-    def _groups(self, data: bytes, pieces: Sequence[bytes], cut: bytes, seed: int) -> Iterator[bytes]:
-        """Ids of the text in order, by groups of _GROUP segments where the whole group was seen before."""
+    def _groups(self, data: bytes, cut: bytes, seed: int) -> Iterator[bytes]:
+        """Ids of the text in order, by groups of segments where the whole group was seen before.
+
+        Where a group ends depends on its own text alone, so the groups of a text that grows stay the same.
+        """
         view = memoryview(data)
-        digest = xxhash.xxh3_128_intdigest
-        position = 0
-        for first in range(0, len(pieces), _GROUP):
-            group = pieces[first : first + _GROUP]
-            length = sum(map(len, group)) + len(cut) * (len(group) - 1)
-            key = digest(view[position : position + length], seed) ^ (1 if first == 0 else 2)
-            position += length + len(cut)
-            ids = self._cache.get_many((key,))[0] if len(group) == _GROUP else None
+        start = 0
+        while start < len(data):
+            end = data.find(cut, start + _GROUP_BYTES)
+            if end < 0:
+                yield self._segments(data[start:], start == 0, cut, seed)
+                return
+            # 4: a group's key must not be that of a segment with the same text
+            key = xxhash.xxh3_128_intdigest(view[start:end], seed) ^ (4 if start else 5)
+            ids = self._cache.get_many((key,))[0]
             if ids is None:
-                ids = self._segments(group, first == 0, cut, seed)
-                if len(group) == _GROUP:
-                    self._cache.put(key, ids, len(ids))
+                ids = self._segments(data[start:end], start == 0, cut, seed)
+                self._cache.put(key, ids, len(ids))
             yield ids
+            start = end
 
-    def _segments(self, pieces: Sequence[bytes], begins: bool, cut: bytes, seed: int) -> bytes:
+    def _segments(self, data: bytes, begins: bool, cut: bytes, seed: int) -> bytes:
+        """Ids of a group, each segment by itself. A group that does not begin the text begins with the cut."""
+        pieces = data.split(cut)
+        if not begins:
+            del pieces[0]
         digest = xxhash.xxh3_128_intdigest
         keys = [digest(piece, seed) for piece in pieces]
         if begins:

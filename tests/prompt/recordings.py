@@ -61,10 +61,17 @@ def settings_of(meta: dict[str, Any], tokenizer: Path, **more: Any) -> ModelSett
     return ModelSettings(**values, **more)
 
 
+_loaded: dict[str, PromptPipeline] = {}
+
+
 def loaded(settings: ModelSettings) -> PromptPipeline:
-    pipeline = PromptPipeline(settings, clock=clock)
-    pipeline.load()
-    return pipeline
+    """A pipeline with these settings, loaded once a run: reading a large tokenizer takes seconds."""
+    key = settings.model_dump_json()
+    if key not in _loaded:
+        pipeline = PromptPipeline(settings, clock=clock)
+        pipeline.load()
+        _loaded[key] = pipeline
+    return _loaded[key]
 
 
 def body_of(recording: dict[str, Any]) -> Any:
