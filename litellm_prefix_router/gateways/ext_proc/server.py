@@ -96,6 +96,8 @@ class ExtProcServer:
         self._server: Any = None
         self._metrics: Any = None
         self._watch: asyncio.Task[None] | None = None
+        self.stopping = False
+        """No new streams are taken any more."""
 
     async def start(self) -> None:
         """Listen. Raises SettingsError where the address is taken."""
@@ -143,6 +145,7 @@ class ExtProcServer:
         if self._watch is not None:
             self._watch.cancel()
         await self._status.enter_graceful_shutdown()
+        self.stopping = True
         if self._server is not None:
             await self._server.stop(self.settings.envoy.shutdown_grace_s)
         await self._prober.stop()

@@ -96,6 +96,7 @@ async def test_the_processor_dies_freezes_and_comes_back_under_load(tmp_path, ec
     envoy = await start_envoy([e.endpoint for e in echoes], [address], message_timeout_s=TIMEOUT_S, admin_port=admin)
     load = Load(envoy)
     await load.chosen_again()
+    long_answer = asyncio.create_task(envoy.client.post(f"{envoy.url}/stream?n=600&gap_ms=100", json=chat("a minute")))
     await load.more(1000)
     process.send_signal(signal.SIGKILL)
     await load.more(1000)
@@ -115,6 +116,8 @@ async def test_the_processor_dies_freezes_and_comes_back_under_load(tmp_path, ec
     await load.stop()
     assert load.failed == []
     assert load.done >= 5000
+    events = [line[6:] for line in (await long_answer).text.splitlines() if line.startswith("data: ")]
+    assert [json.loads(e)["n"] for e in events[:-2]] == list(range(600)) and events[-1] == "[DONE]"
     stats = (await envoy.client.get(f"http://127.0.0.1:{admin}/stats?filter=ext_proc&format=json")).json()["stats"]
     counters = {item["name"].rpartition(".")[2]: item.get("value", 0) for item in stats if "name" in item}
     assert counters["message_timeouts"] > 0 and counters["failure_mode_allowed"] > 0
