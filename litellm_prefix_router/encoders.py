@@ -7,10 +7,13 @@ from typing import Any
 
 from .fleet.pool import Pool
 from .prompt.cache import PromptCache
+from .prompt.engine_tokenizer import EngineTokenizer
 from .prompt.pipeline import PromptPipeline
 from .settings import Settings
 
 Key = tuple[Any, ...]
+ENGINE_SHARE = 0.6
+"""Part of a decision's deadline that an engine's own tokenizer may take; the rest is for the lookup."""
 
 
 class EncoderShelf:
@@ -48,6 +51,12 @@ class EncoderShelf:
                     lora_modules=pool.lora_modules,
                     cache=self._cache,
                     max_body_bytes=self._settings.max_body_bytes,
+                    engine_tokenizer=EngineTokenizer(
+                        lambda: list(dict.fromkeys(r.address for r in pool.replicas.values() if r.facts.reachable)),
+                        cache=self._cache,
+                        lora_modules=pool.lora_modules,
+                        deadline_ms=self._settings.deadline_ms * ENGINE_SHARE,
+                    ),
                 )
                 encoder.start()
         pool.encoder = encoder

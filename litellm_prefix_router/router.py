@@ -21,8 +21,8 @@ from .fleet.placements import PlacementMemory
 from .fleet.pool import Fleet, Pool
 from .fleet.prefill_rate import PrefillRates
 from .index.contract import IndexReader, IndexUnavailable, ReplicaLoad
-from .patience import PatientTimeout
 from .knowledge import Knowledge, extend_chain, served_from_cache
+from .patience import PatientTimeout
 from .policy import Candidate, Policy, PolicyInput, policy_named
 from .policy.chwbl import ConsistentHash
 from .policy.least_load import LeastLoad

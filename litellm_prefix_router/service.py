@@ -104,16 +104,19 @@ class RouterService:
 
     def set_pools(self, pools: Mapping[str, Pool]) -> None:
         """Replace the pools; what is known of replicas that stay is kept."""
-        facts = {r.replica_id: r.facts for pool in self.fleet.pools.values() for r in pool.replicas.values()}
+        before = {name: r for pool in self.fleet.pools.values() for name, r in pool.replicas.items()}
+        facts = {r.address: r.facts for r in before.values()}
         for pool in pools.values():
             for replica in pool.replicas.values():
-                if not replica.facts.reachable and replica.replica_id in facts:
-                    replica.facts = facts[replica.replica_id]
+                if not replica.facts.reachable and replica.address in facts:
+                    replica.facts = facts[replica.address]
+            pool.spread_ranks()
             self.encoders.equip(pool)
-        gone = facts.keys() - {r for pool in pools.values() for r in pool.replicas}
+        gone = before.keys() - {r for pool in pools.values() for r in pool.replicas}
         for replica_id in gone:
             self.router.placements.forget(replica_id)
             self.router.confidence.forget(replica_id)
+            self.router.rates.forget(replica_id)
         self.fleet.pools = dict(pools)
 
     def route_sync(self, request: RoutingRequest) -> Decision:
@@ -149,6 +152,7 @@ class RouterService:
                             if facts.reachable:
                                 replica.facts = facts
                     for pool in self.fleet.pools.values():
+                        pool.spread_ranks()
                         self.encoders.equip(pool)
                         self._tell(pool)
                 await asyncio.sleep(0.2)

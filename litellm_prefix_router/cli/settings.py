@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 def settings(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: name -> default, description.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: name -> details.")] = False,
 ) -> None:
     """List every setting with its default and meaning."""
     if markdown:

@@ -7,6 +7,7 @@ replicas and must meet the same blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,27 @@ class Pool:
     encoder_problem: str | None = None
     """Why there is no encoder, for people."""
     sequence: itertools.count[int] = field(default_factory=itertools.count)
+
+    def spread_ranks(self) -> None:
+        """Turn each replica that turned out to have several data-parallel ranks into one replica a rank: every rank
+        has a cache of its own. Ids become "<address>#<rank>"."""
+        if not any(r.facts.dp_ranks > 1 and r.replica_id == r.address for r in self.replicas.values()):
+            return
+        spread: dict[str, Replica] = {}
+        for replica in self.replicas.values():
+            if replica.facts.dp_ranks > 1 and replica.replica_id == replica.address:
+                for rank in range(replica.facts.dp_ranks):
+                    name = f"{replica.address}#{rank}"
+                    spread[name] = dataclasses.replace(replica, replica_id=name, dp_rank=rank)
+            else:
+                spread[replica.replica_id] = replica
+        self.replicas = spread  # at once: decisions may be reading the old one
+
+    def at(self, address: str) -> list[str]:
+        """Ids of the replicas behind an API address, one a data-parallel rank."""
+        if address in self.replicas:
+            return [address]
+        return [name for name, replica in self.replicas.items() if replica.address == address]
 
     @property
     def model(self) -> str:

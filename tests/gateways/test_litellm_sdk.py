@@ -108,6 +108,29 @@ async def test_synchronous_calls_are_routed_too(replicas, strategy, seen):
     await until(lambda: not strategy.service.router.ledger.loads(), "no load left")
 
 
+async def test_each_data_parallel_rank_is_a_replica(strategy, seen):
+    """Two addresses of two ranks each are four caches: a conversation stays on its rank, which a header pins."""
+    config = SimConfig(prefill_tokens_per_s=50_000, decode_tokens_per_s=500, data_parallel_size=2)
+    async with SimReplica(config) as one, SimReplica(config, tokenizer=one.tokenizer) as two:
+        router = Router(model_list=[deployment(one), deployment(two)])
+        strategy.attach(router)
+        await followed(strategy)
+        for i in range(8):
+            await router.acompletion(model="chat", messages=talk(i), max_tokens=1)
+        for i in range(8):
+
+            async def matched(i=i):
+                answer = await router.acompletion(model="chat", messages=talk(i, "again"), max_tokens=1)
+                receipt = seen[-1]
+                assert receipt.source == "exact" and len(receipt.candidates) == 4
+                cached = answer.usage.prompt_tokens_details.cached_tokens
+                return receipt.match_tokens > 200 and (receipt.match_tokens, cached)
+
+            predicted, reported = await until(matched, f"a match of conversation {i}")
+            assert predicted == reported
+        assert len({receipt.choice for receipt in seen}) == 4
+
+
 async def test_streams_release_their_load(replicas, strategy, seen):
     router = Router(model_list=[deployment(r) for r in replicas])
     strategy.attach(router)

@@ -35,6 +35,7 @@ from .tickets import Tickets, note_of
 logger = logging.getLogger("litellm_prefix_router")
 
 HEADER = "x-prefix-router"
+RANK_HEADER = "X-data-parallel-rank"
 _WATCH_S = 0.2
 _instances = itertools.count(1)
 
@@ -190,8 +191,8 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
                 return None
             by_replica: dict[str, Any] = {}
             for deployment in deployments:
-                replica = deployment_replica(deployment, known)
-                if replica is not None:
+                address = deployment_replica(deployment, known)
+                for replica in pool.at(address) if address is not None else ():
                     by_replica.setdefault(replica, deployment)
             if not by_replica:
                 return None
@@ -232,7 +233,7 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
         if logging_object is not None:
             # the last net: a request that ends without any hook takes its logging object along
             weakref.finalize(logging_object, self.tickets.close_number, ticket.number).atexit = False
-        return by_replica[decision.replica_id]
+        return _for_rank(by_replica[decision.replica_id], decision.replica_id)
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -254,8 +255,8 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
     ) -> dict[str, str] | None:
         note = note_of(data)
         ticket = self.tickets.find(data)
-        if ticket is not None and response is not None:
-            # a stream's first chunk has been read by now
+        if ticket is not None and hasattr(response, "__aiter__"):
+            # the router has read a stream's first chunk by now; a whole response would measure its decoding too
             self.service.router.first_token(ticket.decision)
         receipt = note.get("receipt")
         return {HEADER: str(receipt)} if receipt and self.settings.receipt_header else None
@@ -287,10 +288,8 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
     ) -> None:
         if getattr(response, "usage", None) is None or hasattr(response, "completion_stream"):
             return  # a stream, of which only the headers are here
-        ticket = self.tickets.find(request_data)
-        if ticket is not None:
-            self.service.router.first_token(ticket.decision)
-            self.tickets.released(ticket)  # LiteLLM's logging, which comes later, does not load the replica
+        # LiteLLM's logging, which comes later, does not load the replica
+        self.tickets.released(self.tickets.find(request_data))
 
     async def async_post_call_failure_deployment_hook(
         self, request_data: Mapping[str, object], exception: Exception, call_type: Any, **more: Any
@@ -315,10 +314,17 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
         self.tickets.released(self.tickets.find(kwargs))
 
     def _succeeded(self, kwargs: Mapping[str, Any], response: Any) -> None:
-        ticket = self.tickets.find(kwargs)
-        if ticket is not None:
-            self.service.router.first_token(ticket.decision)
-            self.tickets.close(ticket, cached_tokens_of(response))
+        self.tickets.close(self.tickets.find(kwargs), cached_tokens_of(response))
+
+
+def _for_rank(deployment: Any, replica_id: str) -> Any:
+    """The deployment, with the header that pins a data-parallel rank where the replica is one of several."""
+    _, several, rank = replica_id.partition("#")
+    if not several:
+        return deployment
+    params = deployment["litellm_params"]
+    headers = {**(params.get("extra_headers") or {}), RANK_HEADER: rank}
+    return {**deployment, "litellm_params": {**params, "extra_headers": headers}}
 
 
 def cached_tokens_of(response: Any) -> int | None:
