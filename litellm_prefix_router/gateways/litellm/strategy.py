@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ logger = logging.getLogger("litellm_prefix_router")
 HEADER = "x-prefix-router"
 RANK_HEADER = "X-data-parallel-rank"
 _WATCH_S = 0.2
+_REREAD_S = 1.0
 _instances = itertools.count(1)
 
 
@@ -73,7 +75,7 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
         self._lock = threading.RLock()
         self._service: RouterService | None = None
         self._tickets: Tickets | None = None
-        self._maps: weakref.WeakKeyDictionary[Router, DeploymentMap] = weakref.WeakKeyDictionary()
+        self._maps: weakref.WeakKeyDictionary[Router, tuple[DeploymentMap, Any, float]] = weakref.WeakKeyDictionary()
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -120,14 +122,21 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
                 self._service.stop()
 
     def _deployments(self, router: Router) -> DeploymentMap:
-        """The router's pools, read again when its model list changed."""
-        known = self._maps.get(router)
-        signature = signature_of(router.model_list)
-        if known is None or known.signature != signature:
+        """The router's pools, read again when its model list changed. An edit in place is seen within a second: to
+        look at each deployment for each request would cost a large fleet more than the decision."""
+        model_list = router.model_list
+        shape = (id(model_list), len(model_list))
+        now = time.monotonic()
+        known, seen_shape, seen_at = self._maps.get(router, (None, None, 0.0))
+        if known is not None and shape == seen_shape and now - seen_at < _REREAD_S:
+            return known
+        if known is None or known.signature != signature_of(model_list):
             with self._lock:
-                known = read_deployments(router.model_list, self.settings)
-                self._maps[router] = known
-                self.service.set_pools({name: pool for m in self._maps.values() for name, pool in m.pools.items()})
+                known = read_deployments(model_list, self.settings)
+                self._maps[router] = (known, shape, now)
+                pools = {name: pool for entry in self._maps.values() for name, pool in entry[0].pools.items()}
+                self.service.set_pools(pools)
+        self._maps[router] = (known, shape, now)
         return known
 
     # --- strategy -------------------------------------------------------------------------------------------------
@@ -185,7 +194,8 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
         """The request in the core's terms and deployment by replica id; None: leave it to the stock strategy."""
         try:
             known = self._deployments(router)
-            name = router.get_model_from_alias(model=group) or group
+            # aliases and teams' models are asked for by other names than their deployments have
+            name = group if group in known.pools else str(deployments[0].get("model_name"))
             pool = known.pools.get(name)
             if pool is None:
                 return None
