@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from ..gateways.ext_proc.server import ExtProcServer
     from ..settings import Settings
 
 
@@ -21,7 +24,7 @@ def ext_proc(
     listen: Annotated[str | None, typer.Option(help="host:port or unix:///path instead of envoy.listen.")] = None,
     worker: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Serve Envoy's ext_proc filter: name the endpoints for each request, best first."""
+    """Serve Envoy's ext_proc filter: name the endpoints for each request, best first. SIGHUP reloads the pools."""
     missing = _missing_parts()
     if missing:
         typer.echo(
@@ -40,7 +43,7 @@ def ext_proc(
 
         raise typer.Exit(run_workers(settings.envoy.workers, _command(config, listen)))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(settings, worker or 0))
+        runner.run(_serve(settings, config, worker))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -74,17 +77,52 @@ def _command(config: Path, listen: str | None) -> list[str]:
     return command if listen is None else [*command, "--listen", listen]
 
 
-async def _serve(settings: Settings, worker: int) -> None:
+async def _serve(settings: Settings, config: Path, worker: int | None) -> None:
     from ..gateways.ext_proc.server import ExtProcServer
 
-    server = ExtProcServer(settings, worker=worker)
+    server = ExtProcServer(settings, worker=worker or 0)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    reloads: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        task = loop.create_task(_reload(server, config))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     await server.start()
+    # what has been imported stays: looking through it for garbage again and again costs requests milliseconds
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    watch = loop.create_task(_end_with_parent(stop)) if worker is not None else None
     typer.echo(f"ext_proc listens on {server.address}; pools: {', '.join(settings.envoy.pools)}")
     try:
         await stop.wait()
     finally:
+        if watch is not None:
+            watch.cancel()
         await server.stop()
+
+
+async def _reload(server: ExtProcServer, config: Path) -> None:
+    """SIGHUP: pools and endpoints as the file has them now; a file that cannot be used changes nothing."""
+    from ..settings import SettingsError, load_settings_file
+
+    try:
+        await server.reload(load_settings_file(config))
+    except SettingsError as error:
+        typer.echo(f"prefix-router: not reloaded: {error}", err=True)
+    else:
+        typer.echo("pools reloaded")
+
+
+async def _end_with_parent(stop: asyncio.Event) -> None:
+    """A worker whose parent was killed would hold its address against the next one."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        await asyncio.sleep(0.5)
+    stop.set()

@@ -50,22 +50,29 @@ class Directory:
 
     def __init__(self, settings: Settings) -> None:
         """Raises SettingsError for an endpoint that cannot be one."""
-        self._settings = settings
-        self.names = frozenset(
+        self.pools: dict[str, PoolView] = {}
+        self._resolved: Resolved = {}
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> bool:
+        """Take the pools from these settings from now on; whether anything changed. Raises SettingsError."""
+        names = {
             entry.endpoint
             for pool in settings.envoy.pools.values()
             for entry in _entries(pool)
             if not _is_address(entry.endpoint)
-        )
+        }
+        self._settings = settings
+        self.names = frozenset(names)
         """name:port endpoints that have to be resolved."""
-        self.pools: dict[str, PoolView] = {}
-        self.update({})
+        return self.update(self._resolved)
 
     def update(self, resolved: Resolved) -> bool:
         """Build the pools with these resolutions; whether anything changed."""
+        self._resolved = resolved
         pools = {name: self._view(name, given, resolved) for name, given in self._settings.envoy.pools.items()}
-        changed = {name: (view.replica_of, view.draining) for name, view in pools.items()} != {
-            name: (view.replica_of, view.draining) for name, view in self.pools.items()
+        changed = {name: _essence(view) for name, view in pools.items()} != {
+            name: _essence(view) for name, view in self.pools.items()
         }
         if changed:
             self.pools = pools
@@ -114,6 +121,10 @@ class Directory:
 
     def _model_settings(self, name: str, model: str) -> ModelSettings | None:
         return self._settings.models.get(name) or self._settings.models.get(model)
+
+
+def _essence(view: PoolView) -> object:
+    return view.settings, view.replica_of, view.draining
 
 
 def _entries(pool: EnvoyPoolSettings) -> list[EndpointSettings]:

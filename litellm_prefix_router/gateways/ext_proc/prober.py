@@ -35,7 +35,7 @@ class Prober:
 
     async def start(self) -> None:
         """Resolve names once, then go on in the background."""
-        await self._resolve()
+        await self.resolve_now()
         for work in (self._probe_forever(), self._resolve_forever()):
             self._keep(asyncio.create_task(work))
 
@@ -75,12 +75,12 @@ class Prober:
             self._asking.discard(replica_id)
 
     async def _resolve_forever(self) -> None:
-        while self._directory.names:
+        while True:
             await asyncio.sleep(self._options.resolve_interval_s)
-            await self._resolve()
+            await self.resolve_now()
 
-    async def _resolve(self) -> None:
-        """Names that can't be resolved keep the addresses they had: a broken DNS must not empty a pool."""
+    async def resolve_now(self) -> None:
+        """Look up every name. One that can't be resolved keeps its addresses: a broken DNS must not empty a pool."""
         if not self._directory.names:
             return
         names = sorted(self._directory.names)

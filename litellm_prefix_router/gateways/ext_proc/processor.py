@@ -62,7 +62,7 @@ class Processor:
                 except Exception:
                     self.meters.errors.inc()
                     logger.exception("a message from Envoy was not understood; the request goes on without a choice")
-                    actions = stream.failed()
+                    actions = stream.failed(message)
                 if not await self._perform(actions, stream, outcome, context.write):
                     return
         finally:

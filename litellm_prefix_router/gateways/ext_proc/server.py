@@ -136,9 +136,16 @@ class ExtProcServer:
         await self._server.start()
         self._watch = asyncio.create_task(self._watch_readiness())
 
-    async def wait(self) -> None:
-        """Until the server has stopped."""
-        await self._server.wait_for_termination()
+    async def reload(self, settings: Settings) -> None:
+        """Take pools and endpoints (drains among them) from these settings; the rest needs a restart.
+
+        Raises SettingsError and changes nothing where they cannot work.
+        """
+        if not settings.envoy.pools:
+            raise SettingsError("envoy.pools: name at least one pool with its endpoints")
+        if self.directory.configure(settings):
+            self._pools_changed()
+        await self._prober.resolve_now()
 
     async def stop(self) -> None:
         """Tell the health checkers, take no new streams, let the running ones end within the grace."""

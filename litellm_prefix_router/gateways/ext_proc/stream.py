@@ -33,6 +33,8 @@ from .usage import UsageReader, readable
 
 MAX_HEADER_VALUE = 200
 """Characters of a client's header that are used as a key."""
+_REQUEST_HEADERS = (":path", "content-encoding", "x-request-id")
+_RESPONSE_HEADERS = frozenset({":status", "content-type", "content-encoding"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class Stream:
         self.duplex_request = False
         self.duplex_response = False
         self._whole_body = True
+        named = (settings.envoy.session_header, settings.envoy.tenant_header)
+        self._wanted = (*_REQUEST_HEADERS, *(name.lower() for name in named if name))
         self._headers: Mapping[str, str] = {}
         self._headers_message: wire.Request | None = None
         self._cluster: str | None = None
@@ -152,9 +156,15 @@ class Stream:
         self._placed = True
         return [Reply(wire.immediate(429, retry_message))]
 
-    def failed(self) -> list[Action]:
-        """Something in here broke: what Envoy still waits for, so that the request goes on without a choice."""
-        return [] if self._placed else self._without_choice("internal_error")
+    def failed(self, message: wire.Request) -> list[Action]:
+        """Something in here broke on this message: what Envoy waits for, so that the request goes on."""
+        if not self._placed:
+            return self._without_choice("internal_error")
+        kind = message.WhichOneof("request")
+        if kind == ("response_body" if self.duplex_response else "request_body" if self.duplex_request else ""):
+            body = getattr(message, kind)
+            return [Reply(r) for r in wire.body_chunks(kind, body.body, body.end_of_stream)]
+        return [Reply(wire.go_on(kind))]
 
     def closed(self) -> list[Action]:
         """The gRPC stream is over, for whatever reason."""
@@ -173,7 +183,7 @@ class Stream:
         self._cluster = wire.attribute(message, "xds.cluster_name")
 
     def _request_headers(self, message: wire.Request) -> list[Action]:
-        self._headers = wire.header_map(message.request_headers)
+        self._headers = wire.header_map(message.request_headers, self._wanted)
         if message.request_headers.end_of_stream:
             self._body_ended = True
             return self._place()
@@ -332,7 +342,7 @@ class Stream:
     # --- response -------------------------------------------------------------------------------------------------
 
     def _response_headers(self, message: wire.Request) -> list[Action]:
-        headers = wire.header_map(message.response_headers)
+        headers = wire.header_map(message.response_headers, _RESPONSE_HEADERS)
         status = int(headers.get(":status", "0") or 0)
         answer = wire.go_on("response_headers")
         actions: list[Action] = []

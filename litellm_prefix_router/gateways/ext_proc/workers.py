@@ -1,5 +1,5 @@
 """Several processes of the processor, each with an address of its own: Envoy spreads over the addresses of its
-cluster, and not over processes that share one. A worker that dies is started again.
+cluster, and not over processes that share one. A worker that dies is started again; workers end with their parent.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ def run_workers(count: int, command: Sequence[str]) -> int:
         nonlocal stopping
         stopping = True
 
+    def reload(number: int, frame: FrameType | None) -> None:
+        for process, _ in running.values():
+            process.send_signal(signal.SIGHUP)
+
+    running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    running = {n: (_start(command, n), time.monotonic()) for n in range(count)}
+    signal.signal(signal.SIGHUP, reload)
+    running.update((n, (_start(command, n), time.monotonic())) for n in range(count))
     code = 0
     while not stopping and code == 0:
         time.sleep(_RESTART_S)

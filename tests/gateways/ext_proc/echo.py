@@ -70,7 +70,7 @@ class Echo:
             status = "200 OK" if self.healthy else "503 Service Unavailable"
             writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n".encode())
             return
-        self.requests += 1
+        self.requests += method == "POST"  # the processor asks with GET what a replica is
         if url.path == "/stream":
             await self._stream(writer, dict(parse_qsl(url.query)))
             return

@@ -61,6 +61,28 @@ class Load:
         await asyncio.gather(*self._tasks)
 
 
+async def test_a_replica_is_drained_by_a_reload_and_a_broken_file_changes_nothing(
+    tmp_path, echoes, start_processor, start_envoy
+) -> None:
+    address = f"unix://{tmp_path}/processor.sock"
+    process = await start_processor(address)
+    config = tmp_path / "processor" / "settings-1.yaml"
+    log = tmp_path / "processor" / "processor-1.log"
+    envoy = await start_envoy([e.endpoint for e in echoes], [address])
+    settings = yaml.safe_load(config.read_text())
+    config.write_text("envoy: {pools: [no, mapping]}")
+    process.send_signal(signal.SIGHUP)
+    await until(lambda: "not reloaded" in log.read_text())
+    settings["envoy"]["pools"]["replicas"]["endpoints"][0] = {"endpoint": echoes[0].endpoint, "drain": True}
+    config.write_text(yaml.safe_dump(settings))
+    process.send_signal(signal.SIGHUP)
+    await until(lambda: "pools reloaded" in log.read_text())
+    before = echoes[0].requests
+    for i in range(20):
+        assert "replica" in receipt_of(await envoy.post(json=chat(f"{i} is another prompt")))
+    assert echoes[0].requests == before
+
+
 @pytest.fixture
 def start_processor(tmp_path: Path, echoes, settings_of):
     folder = tmp_path / "processor"

@@ -169,6 +169,16 @@ def test_names_become_all_their_addresses_and_keep_them():
     assert not found.update({"pods.example:8000": ["10.0.0.1:8000", "10.0.0.2:8000"]})
 
 
+def test_other_settings_bring_other_endpoints():
+    found = directory(["10.0.0.1:8000", "10.0.0.2:8000"])
+    drained = {"endpoint": "10.0.0.1:8000", "drain": True}
+    pools = {"chat": {"model": "tiny", "endpoints": [drained, "10.0.0.3:8000"]}}
+    assert found.configure(Settings(redis_url="memory://", envoy={"pools": pools}))
+    assert sorted(found.pools["chat"].replica_of) == ["10.0.0.1:8000", "10.0.0.3:8000"]
+    assert found.pools["chat"].draining == {"http://10.0.0.1:8000"}
+    assert not found.configure(Settings(redis_url="memory://", envoy={"pools": pools}))
+
+
 def test_an_endpoint_may_have_an_address_of_its_own():
     found = directory([{"endpoint": "10.0.0.1:8000", "address": "http://vllm-0.vllm:8000/v1/"}, "[fd00::1]:8000"])
     view = found.pools["chat"]

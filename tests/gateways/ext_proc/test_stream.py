@@ -408,6 +408,16 @@ def test_a_body_that_breaks_the_processor_goes_on():
     wire.headers()
     wire.stream._body += b"abc"
     wire.stream._body_ended = True
-    unplaced, first, chunk = wire.stream.failed()
+    unplaced, first, chunk = wire.stream.failed(pb.ProcessingRequest(request_body=pb.HttpBody(body=b"abc")))
     assert unplaced == Unplaced("internal_error") and not first.message.HasField("dynamic_metadata")
     assert chunk.message.request_body.response.body_mutation.streamed_response.body == b"abc"
+
+
+def test_a_response_that_breaks_the_processor_goes_on():
+    wire = Wire(duplex=True)
+    wire.stream.placed(decide(wire.place()))
+    (chunk,) = wire.stream.failed(pb.ProcessingRequest(response_body=pb.HttpBody(body=b"abc", end_of_stream=True)))
+    streamed = chunk.message.response_body.response.body_mutation.streamed_response
+    assert (streamed.body, streamed.end_of_stream) == (b"abc", True)
+    (reply,) = wire.stream.failed(pb.ProcessingRequest(response_headers=pb.HttpHeaders()))
+    assert reply.message.WhichOneof("response") == "response_headers"
