@@ -29,7 +29,7 @@ def settings(
 
 def settings_markdown() -> str:
     """The whole reference as Markdown."""
-    from ..settings import EnvoySettings, ModelSettings, Settings
+    from ..settings import EndpointSettings, EnvoyPoolSettings, EnvoySettings, ModelSettings, Settings
 
     lines = [
         "# Settings",
@@ -42,6 +42,8 @@ def settings_markdown() -> str:
         ("All gateways and indexers", Settings, ""),
         ("One model: `models.<name>`", ModelSettings, "models.<name>."),
         ("Envoy: `envoy`", EnvoySettings, "envoy."),
+        ("One pool of Envoy's: `envoy.pools.<name>`", EnvoyPoolSettings, "envoy.pools.<name>."),
+        ("One endpoint, where ip:port does not say it all", EndpointSettings, "envoy.pools.<name>.endpoints[]."),
     )
     for title, model, prefix in sections:
         lines += ["", f"## {title}", "", "| setting | default | meaning |", "|---|---|---|"]
@@ -51,11 +53,13 @@ def settings_markdown() -> str:
 
 
 def _all_rows() -> Iterator[tuple[str, str, str]]:
-    from ..settings import EnvoySettings, ModelSettings, Settings
+    from ..settings import EndpointSettings, EnvoyPoolSettings, EnvoySettings, ModelSettings, Settings
 
     yield from _rows(Settings, "")
     yield from _rows(ModelSettings, "models.<name>.")
     yield from _rows(EnvoySettings, "envoy.")
+    yield from _rows(EnvoyPoolSettings, "envoy.pools.<name>.")
+    yield from _rows(EndpointSettings, "envoy.pools.<name>.endpoints[].")
 
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
