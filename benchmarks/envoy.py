@@ -190,7 +190,7 @@ async def run(requests: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=8000, help="of the throughput run with 2 KB bodies")
+    parser.add_argument("--requests", type=int, default=5000, help="of the throughput run with 2 KB bodies")
     parser.add_argument("--repeats", type=int, default=4, help="rounds of 200 requests for each latency")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     given = parser.parse_args()

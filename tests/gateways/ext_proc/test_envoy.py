@@ -199,6 +199,19 @@ async def test_without_an_audit_the_stream_is_released_at_once(echoes, serve, st
     assert line.split()[1] in {e.endpoint for e in echoes}
 
 
+async def test_load_is_known_without_reading_the_response(echoes, serve, start_envoy) -> None:
+    server = await serve(**backends(echoes))
+    request_only = {**modes("BUFFERED"), "response_header_mode": "SKIP", "response_body_mode": "NONE"}
+    envoy = await start_envoy([e.endpoint for e in echoes], [server.address], processing_mode=request_only)
+    ledger = server.service.router.ledger
+    url = f"{envoy.url}/stream?n=300&gap_ms=2"
+    async with envoy.client.stream("POST", url, json=chat("hold", stream=True)) as answer:
+        assert "x-prefix-router" not in answer.headers
+        assert sum(load.requests for load in ledger.loads().values()) == 1
+        assert [line async for line in answer.aiter_lines() if line][-1] == "data: [DONE]"
+    await until(lambda: not ledger.loads())
+
+
 async def test_a_tenants_salt_and_the_engines_model_name_are_sent(echoes, serve, start_envoy) -> None:
     pool = {"endpoints": [e.endpoint for e in echoes], "rewrite_model": {"public": "tiny"}}
     server = await serve(

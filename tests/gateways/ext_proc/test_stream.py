@@ -1,110 +1,13 @@
-"""Envoy's side of the protocol, message by message: plain ext_proc, and the endpoint-picker protocol 1.0."""
+"""The recommended mode, message by message: what is asked of the router, and what Envoy is told."""
 
 from __future__ import annotations
 
-import json
-import time
-from typing import Any
-
 import pytest
-from envoy.config.core.v3.base_pb2 import HeaderValue
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from litellm_prefix_router.decision import Decision, Receipt, Source
-from litellm_prefix_router.gateways.ext_proc.directory import Directory
-from litellm_prefix_router.gateways.ext_proc.health import HealthBook
-from litellm_prefix_router.gateways.ext_proc.stream import (
-    Finished,
-    FirstToken,
-    HangUp,
-    Place,
-    Reply,
-    Served,
-    Stream,
-    Unplaced,
-)
-from litellm_prefix_router.settings import Settings
+from litellm_prefix_router.gateways.ext_proc.stream import Unplaced
 
-ENDPOINTS = [f"10.0.0.{i}:8000" for i in range(1, 5)]
-IDS = [f"http://{endpoint}" for endpoint in ENDPOINTS]
-KEY = "x-gateway-destination-endpoint"
-
-
-class Wire:
-    """One stream, its health book, and builders for what Envoy sends."""
-
-    def __init__(self, duplex: bool = False, response: str | None = None, pools: Any = None, **envoy: Any) -> None:
-        pools = pools or {"chat": {"model": "tiny", "endpoints": ENDPOINTS, **envoy.pop("pool", {})}}
-        top = envoy.pop("top", {})
-        settings = Settings(redis_url="memory://", envoy={"pools": pools, **envoy}, **top)
-        self.health = HealthBook(time.monotonic)
-        self.stream = Stream(settings, Directory(settings), self.health)
-        self.duplex = duplex
-        self.response = response or ("FULL_DUPLEX_STREAMED" if duplex else "STREAMED")
-        self.first = True
-
-    def send(self, message: pb.ProcessingRequest) -> list[Any]:
-        if self.first:
-            mode = "FULL_DUPLEX_STREAMED" if self.duplex else "BUFFERED"
-            message.protocol_config.request_body_mode = ProcessingMode.BodySendMode.Value(mode)
-            message.protocol_config.response_body_mode = ProcessingMode.BodySendMode.Value(self.response)
-            self.first = False
-        return self.stream.receive(message)
-
-    def headers(self, end: bool = False, metadata: dict[str, Any] | None = None, **more: str) -> list[Any]:
-        message = pb.ProcessingRequest()
-        values = {":method": "POST", ":path": "/v1/chat/completions?x=1", "x-request-id": "r1", **more}
-        for key, value in values.items():
-            header = HeaderValue(key=key.replace("_", "-"), raw_value=value.encode())
-            message.request_headers.headers.headers.append(header)
-        message.request_headers.end_of_stream = end
-        for namespace, fields in (metadata or {}).items():
-            message.metadata_context.filter_metadata[namespace].update(fields)
-        return self.send(message)
-
-    def body(self, content: Any, end: bool = True) -> list[Any]:
-        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
-        return self.send(pb.ProcessingRequest(request_body=pb.HttpBody(body=raw, end_of_stream=end)))
-
-    def answer(self, status: int = 200, end: bool = False, kind: str = "text/event-stream", **served: str) -> list[Any]:
-        message = pb.ProcessingRequest()
-        for key, value in {":status": str(status), "content-type": kind}.items():
-            message.response_headers.headers.headers.append(HeaderValue(key=key, raw_value=value.encode()))
-        message.response_headers.end_of_stream = end
-        if "attribute" in served:
-            message.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": served["attribute"]})
-        if "metadata" in served:
-            message.metadata_context.filter_metadata["envoy.lb"].update({f"{KEY}-served": served["metadata"]})
-        return self.send(message)
-
-    def answer_body(self, raw: bytes, end: bool = False) -> list[Any]:
-        return self.send(pb.ProcessingRequest(response_body=pb.HttpBody(body=raw, end_of_stream=end)))
-
-    def place(self, content: Any = None, **headers: Any) -> Place:
-        """All of a request; returns what the router is asked."""
-        self.headers(**headers)
-        (place,) = self.body({"model": "tiny", "messages": []} if content is None else content)
-        assert isinstance(place, Place)
-        return place
-
-
-def decide(place: Place, *order: str) -> Decision:
-    ranking = order or tuple(place.request.candidates)
-    receipt = Receipt("r1", place.request.pool, "least-cost", Source.EXACT, "ok", ranking[0], 100, 6, 96)
-    return Decision(ranking[0], ranking, receipt, reservation=1)
-
-
-def named(reply: Reply) -> str:
-    return reply.message.dynamic_metadata["envoy.lb"][KEY]
-
-
-def header_set(mutation: Any, name: str) -> str | None:
-    found = [h.header.raw_value.decode() for h in mutation.set_headers if h.header.key == name]
-    return found[0] if found else None
-
-
-# --- the recommended mode -----------------------------------------------------------------------------------------
+from .gateway_side import ENDPOINTS, IDS, Wire, decide, header_set, named
 
 
 def test_the_answer_to_the_body_names_the_endpoints_in_metadata_alone():
@@ -136,6 +39,30 @@ def test_a_request_without_a_body_is_placed_by_its_headers():
     assert reply.message.WhichOneof("response") == "request_headers" and named(reply).startswith(ENDPOINTS[0])
 
 
+def test_a_gateway_may_send_attributes_instead_of_headers():
+    wire = Wire()
+    message = pb.ProcessingRequest(request_body=pb.HttpBody(body=b'{"model": "tiny"}', end_of_stream=True))
+    message.attributes["envoy.filters.http.ext_proc"].update(
+        {"request.path": "/v1/completions?a=b", "xds.cluster_name": "chat"}
+    )
+    (place,) = wire.send(message)
+    assert (place.request.pool, place.request.path) == ("chat", "/v1/completions")
+    (reply,) = wire.stream.placed(decide(place))
+    assert reply.message.WhichOneof("response") == "request_body" and named(reply)
+
+
+def test_the_route_or_the_cluster_names_the_pool_before_the_model_does():
+    pools = {name: {"model": "tiny", "endpoints": ENDPOINTS[n : n + 2]} for n, name in ((0, "a"), (2, "b"))}
+    by_cluster = Wire(pools=pools)
+    message = pb.ProcessingRequest(request_body=pb.HttpBody(body=b'{"model": "tiny"}', end_of_stream=True))
+    message.attributes["envoy.filters.http.ext_proc"].update({"xds.cluster_name": "b"})
+    assert by_cluster.send(message)[0].request.pool == "b"
+    by_route = Wire(pools=pools)
+    by_route.stream._route_pool = "b"
+    assert by_route.place().request.pool == "b"
+    assert Wire(pools=pools).place().request.pool == "a"
+
+
 @pytest.mark.parametrize(
     ("content", "headers", "note"),
     [
@@ -157,9 +84,6 @@ def test_an_odd_but_valid_body_is_read_as_engines_read_it():
     wire = Wire()
     place = wire.place('{"a": NaN, "b": 1, "b": 2, "c": "\\ud800"}'.encode("utf-16"))
     assert place.request.body["b"] == 2
-
-
-# --- choosing what to choose from ---------------------------------------------------------------------------------
 
 
 def test_replicas_that_are_down_are_no_candidates():
@@ -197,180 +121,6 @@ def test_the_pool_is_the_models_where_there_are_several():
     unplaced, reply = wire.body({"model": "nobody's"})
     assert unplaced == Unplaced("unknown_pool") and not reply.message.HasField("dynamic_metadata")
     assert wire.stream.closed() == []
-
-
-# --- the endpoint-picker protocol ---------------------------------------------------------------------------------
-
-
-def test_nothing_is_answered_before_the_body_has_ended():
-    wire = Wire(duplex=True)
-    assert wire.headers() == []
-    raw = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x" * 150_000}]}).encode()
-    assert wire.body(raw[:70_000], end=False) == []
-    (place,) = wire.body(raw[70_000:])
-    assert place.request.body["model"] == "tiny"
-    first, *chunks = wire.stream.placed(decide(place, IDS[3], IDS[0]))
-    assert first.message.WhichOneof("response") == "request_headers"
-    mutation = first.message.request_headers.response.header_mutation
-    assert header_set(mutation, KEY) == named(first) == f"{ENDPOINTS[3]},{ENDPOINTS[0]}"
-    streamed = [c.message.request_body.response.body_mutation.streamed_response for c in chunks]
-    assert b"".join(s.body for s in streamed) == raw
-    assert [s.end_of_stream for s in streamed] == [False, False, True]
-    assert max(len(s.body) for s in streamed) <= 62_000
-
-
-def test_trailers_end_a_body_too():
-    wire = Wire(duplex=True)
-    wire.headers()
-    assert wire.body({"model": "tiny"}, end=False) == []
-    (place,) = wire.send(pb.ProcessingRequest(request_trailers=pb.HttpTrailers()))
-    first, chunk, trailers = wire.stream.placed(decide(place))
-    assert first.message.WhichOneof("response") == "request_headers"
-    assert not chunk.message.request_body.response.body_mutation.streamed_response.end_of_stream
-    assert trailers.message.WhichOneof("response") == "request_trailers"
-
-
-def test_an_empty_body_is_handed_on_as_one():
-    wire = Wire(duplex=True)
-    wire.headers()
-    (place,) = wire.body(b"")
-    _, chunk = wire.stream.placed(decide(place))
-    assert chunk.message.request_body.response.body_mutation.streamed_response.end_of_stream
-    wire = Wire(duplex=True)
-    (place,) = wire.headers(end=True)
-    assert len(wire.stream.placed(decide(place))) == 1
-
-
-def test_a_body_beyond_the_limit_is_placed_unread_and_passes_through():
-    wire = Wire(duplex=True, top={"max_body_bytes": 1000})
-    wire.headers()
-    (place,) = wire.body(b"x" * 1001, end=False)
-    assert place.request.note == "body too large to be read"
-    _, chunk = wire.stream.placed(decide(place))
-    assert not chunk.message.request_body.response.body_mutation.streamed_response.end_of_stream
-    (rest,) = wire.body(b"y" * 500)
-    streamed = rest.message.request_body.response.body_mutation.streamed_response
-    assert (streamed.body, streamed.end_of_stream) == (b"y" * 500, True)
-
-
-@pytest.mark.parametrize("form", [list, ",".join])
-def test_the_choice_is_from_the_subset(form):
-    wire = Wire(duplex=True)
-    hint = {"envoy.lb.subset_hint": {f"{KEY}-subset": form([ENDPOINTS[1], "10.9.9.9:1", ENDPOINTS[3]])}}
-    assert tuple(wire.place(metadata=hint).request.candidates) == (IDS[1], IDS[3])
-
-
-@pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"]])
-def test_a_subset_without_an_eligible_endpoint_is_503(subset):
-    wire = Wire(duplex=True)
-    wire.headers(metadata={"envoy.lb.subset_hint": {f"{KEY}-subset": subset}})
-    unplaced, reply = wire.body({"model": "tiny"})
-    assert unplaced == Unplaced("no_ready_endpoint")
-    assert reply.message.immediate_response.status.code == 503
-
-
-def test_no_ready_endpoint_is_503():
-    wire = Wire(duplex=True)
-    for replica_id in IDS:
-        wire.health.probed(replica_id, False)
-    wire.headers()
-    _, reply = wire.body({"model": "tiny"})
-    assert reply.message.immediate_response.status.code == 503
-    assert json.loads(reply.message.immediate_response.body)["error"]["code"] == 503
-
-
-def test_shedding_is_429():
-    wire = Wire(duplex=True)
-    wire.place()
-    (reply,) = wire.stream.shed("busy")
-    assert reply.message.immediate_response.status.code == 429
-    assert wire.stream.closed() == []
-
-
-# --- the response -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("duplex", [False, True])
-def test_a_stream_is_followed_to_its_end(duplex):
-    wire = Wire(duplex=duplex)
-    wire.stream.placed(decide(wire.place()))
-    served, reply = wire.answer(attribute=ENDPOINTS[0])
-    assert served == Served(IDS[0], 200)
-    receipt = header_set(reply.message.response_headers.response.header_mutation, "x-prefix-router")
-    assert receipt == "replica=http://10.0.0.1:8000; source=exact; match=96/100; policy=least-cost; reason=ok; ms=0.00"
-    chunks = [b'data: {"n":1}\n\n', b'data: {"usage":{"prompt_tokens_details":{"cached_tok', b'ens":96}}}\n\n']
-    seen = [wire.answer_body(chunk) for chunk in chunks]
-    assert seen[0][0] == FirstToken() and not any(isinstance(a, FirstToken) for acts in seen[1:] for a in acts)
-    *_, end = wire.answer_body(b"data: [DONE]\n\n", end=True)
-    assert end == Finished(96)
-    assert wire.stream.closed() == []
-    if duplex:
-        echoed = [acts[-1].message.response_body.response.body_mutation.streamed_response.body for acts in seen]
-        assert echoed == chunks
-
-
-def test_response_trailers_end_it_too():
-    wire = Wire(duplex=True)
-    wire.stream.placed(decide(wire.place()))
-    wire.answer()
-    wire.answer_body(b"data: x\n\n")
-    reply, end = wire.send(pb.ProcessingRequest(response_trailers=pb.HttpTrailers()))
-    assert reply.message.WhichOneof("response") == "response_trailers" and end == Finished(None)
-
-
-def test_a_whole_answer_tells_no_first_token():
-    wire = Wire()
-    wire.stream.placed(decide(wire.place()))
-    wire.answer(kind="application/json")
-    reply, end = wire.answer_body(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}', end=True)
-    assert isinstance(reply, Reply) and end == Finished(32)
-
-
-def test_a_stream_that_is_cut_ends_the_request_once():
-    wire = Wire()
-    wire.stream.placed(decide(wire.place()))
-    wire.answer()
-    assert wire.stream.closed() == [Finished(None)]
-    assert wire.stream.closed() == []
-
-
-def test_a_stream_that_is_cut_before_the_choice_ends_nothing():
-    wire = Wire()
-    wire.place()
-    assert wire.stream.closed() == []
-
-
-@pytest.mark.parametrize("how", ["attribute", "metadata"])
-def test_another_replica_served_it(how):
-    wire = Wire()
-    wire.stream.placed(decide(wire.place()))
-    served, reply = wire.answer(**{how: ENDPOINTS[1]})
-    assert served == Served(IDS[1], 200)
-    receipt = header_set(reply.message.response_headers.response.header_mutation, "x-prefix-router")
-    assert receipt is not None and receipt.endswith("; served=http://10.0.0.2:8000")
-
-
-def test_an_error_without_a_body_ends_it():
-    wire = Wire()
-    wire.stream.placed(decide(wire.place()))
-    *_, end = wire.answer(status=503, end=True, attribute="")
-    assert end == Finished(None)
-
-
-def test_no_receipt_header_where_it_is_switched_off():
-    wire = Wire(top={"receipt_header": False})
-    wire.stream.placed(decide(wire.place()))
-    _, reply = wire.answer()
-    assert not reply.message.response_headers.response.HasField("header_mutation")
-
-
-def test_without_an_audit_the_stream_ends_with_the_choice():
-    wire = Wire(audit_response=False)
-    reply, hang_up = wire.stream.placed(decide(wire.place()))
-    assert named(reply) and hang_up == HangUp()
-
-
-# --- edits --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("duplex", [False, True])
