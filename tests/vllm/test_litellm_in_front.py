@@ -48,11 +48,11 @@ SETTINGS = {
 }
 
 
-async def until(condition: Callable[[], Awaitable[Any]], what: Callable[[], str] | str, timeout_s: float = 30) -> Any:
+async def until(condition: Callable[[], Awaitable[Any]], what: str, timeout_s: float = 30) -> Any:
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not (found := await condition()):
         late = asyncio.get_running_loop().time() > deadline
-        assert not late, f"never came: {what if isinstance(what, str) else what()}"
+        assert not late, f"never came: {what}"
         await asyncio.sleep(0.01)
     return found
 
@@ -448,7 +448,7 @@ async def test_a_replica_goes_and_comes_back_while_requests_go_on(
         replica.start()
         await asyncio.to_thread(replica.wait_ready)
         back = asyncio.get_running_loop().time()
-        await until(front.healthy, lambda: f"every replica exact again: {front.config}", 60)
+        await until(front.healthy, "every replica exact again", 60)
         healed_s = asyncio.get_running_loop().time() - back
         await steady.more(10)
     front.shadows[replica.base_url].restarted()
