@@ -47,6 +47,8 @@ class RedisGuard:
             if self._clock() - began < self._timeout_s * _STALL:
                 self.breaker.failed(self._clock(), "timeout")
             raise IndexUnavailable(f"Redis did not answer within {self._timeout_s * 1000:.0f} ms") from None
+        except ResponseError as error:  # it does answer (out of memory, no permission): the next call may well succeed
+            raise IndexUnavailable(f"Redis: {describe(error)}") from error
         except (RedisError, OSError) as error:
             reason = describe(error)
             self.breaker.failed(self._clock(), reason)
