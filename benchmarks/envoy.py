@@ -115,7 +115,7 @@ class Setup:
 
 
 async def measure(setup: Setup, requests: int, repeats: int) -> dict[str, Any]:
-    results: dict[str, Any] = {"cores": os.cpu_count()}
+    results: dict[str, Any] = {"cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 1)}
     for size, label in ((2_000, "2 KB"), (32_000, "32 KB")):
         make = bodies(size)
         await closed_loop(setup.routed, 1, CONVERSATIONS * 2, make)  # caches warm on both sides
@@ -152,7 +152,10 @@ async def measure(setup: Setup, requests: int, repeats: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> Table:
-    made = Table(title=f"Envoy with the processor and alone ({results['cores']} cores for all)", title_justify="left")
+    made = Table(
+        title=f"Envoy with the processor and alone ({results['cores']} cores for all, load before {results['load_before']})",
+        title_justify="left",
+    )
     made.add_column("")
     for name in ("Envoy alone", "with the processor", "difference"):
         made.add_column(name, justify="right")
