@@ -152,10 +152,8 @@ async def measure(setup: Setup, requests: int, repeats: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> Table:
-    made = Table(
-        title=f"Envoy with the processor and alone ({results['cores']} cores for all, load before {results['load_before']})",
-        title_justify="left",
-    )
+    machine = f"{results['cores']} cores for all, load before {results['load_before']}"
+    made = Table(title=f"Envoy with the processor and alone ({machine})", title_justify="left")
     made.add_column("")
     for name in ("Envoy alone", "with the processor", "difference"):
         made.add_column(name, justify="right")
