@@ -24,11 +24,12 @@ def redis_server():
 async def stack(redis_server) -> AsyncIterator[object]:
     pytest.importorskip("litellm")
     from litellm_prefix_router.demo.processes import Processes
-    from litellm_prefix_router.demo.stack import start_stack
+    from litellm_prefix_router.demo.stack import start_stacks
 
     with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
-        yield await start_stack(
+        (running,) = await start_stacks(
             "test",
+            ["litellm"],
             processes,
             Path(folder),
             policy="least-cost",
@@ -38,6 +39,7 @@ async def stack(redis_server) -> AsyncIterator[object]:
             prefill_tokens_per_s=50_000,
             decode_tokens_per_s=500,
         )
+        yield running
 
 
 async def until(condition, what: str, timeout_s: float = 30.0):
