@@ -221,9 +221,11 @@ class PrefixRouter:
             self._rng,
         )
         best = candidates[ranking.order[0]]
-        if source is Source.EXACT and self._knowledge_of(pool, best.replica_id, known) == "none":
+        knowledge = self._knowledge_of(pool, best.replica_id, known)
+        if source is Source.EXACT and knowledge != "exact":
+            # what its indexer itself does not vouch for must not be called exact
             source = Source.APPROXIMATE
-            known.failed("replica_without_events")
+            known.failed("replica_without_events" if knowledge == "none" else f"replica_{knowledge}")
         credit = int(best.credit({}))
         uncached = max(known.prompt_tokens - credit, 1)
         now = self._clock()

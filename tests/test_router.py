@@ -221,6 +221,16 @@ async def test_a_replica_without_events_lives_on_placements_beside_exact_ones():
     assert again.receipt.reason == "replica_without_events"
 
 
+@pytest.mark.parametrize("knowledge", ["degraded", "stale"])
+async def test_what_the_indexer_does_not_vouch_for_is_not_called_exact(knowledge):
+    router, index = build()
+    index.hold("c", PROMPT)
+    index.knowledge["c"] = knowledge
+    receipt = (await router.route(ask(PROMPT, candidates=("c",)))).receipt
+    assert (receipt.source, receipt.reason) == (Source.APPROXIMATE, f"replica_{knowledge}")
+    assert receipt.match_tokens == 64
+
+
 async def test_another_block_size_makes_a_replica_unknown():
     router, index = build()
     index.hold("d", PROMPT)
