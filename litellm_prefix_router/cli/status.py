@@ -58,11 +58,13 @@ def _show(found: Status) -> None:
 
     console = Console(highlight=False)
     now = time.time()
-    table = Table("pool", "replica", "knowledge", "last event", "requests", "pending tokens", "life", "indexer")
+    table = Table(
+        "pool", "replica", "knowledge", "last event", "blocks", "requests", "pending tokens", "life", "indexer"
+    )
     for r in sorted(found.replicas, key=lambda r: (r.pool, r.replica)):
         colour = {"exact": "green", "none": "red", "stale": "red"}.get(r.knowledge, "yellow")
         last = f"{now - r.last_event_at:.0f} s ago" if r.last_event_at else "-"
-        cells = (str(r.requests), str(r.pending_prefill_tokens), str(r.incarnation), r.indexer or "-")
+        cells = (str(r.blocks), str(r.requests), str(r.pending_prefill_tokens), str(r.incarnation), r.indexer or "-")
         table.add_row(r.pool, r.replica, f"[{colour}]{r.knowledge}[/]", last, *cells)
     if found.replicas:
         console.print(table)

@@ -13,8 +13,9 @@ from ..fleet.discovery import ReplicaFacts, ask_replica
 from ..index.contract import ReplicaRecord
 from ..settings import Settings
 from .addresses import StreamAddress, from_engine, from_operator
+from .outputs import Alarm, Output, RequestReplay
 from .subscriber import Replay, SubscriberHub, Subscription
-from .tracker import Alarm, Output, RequestReplay, Tracker
+from .tracker import Tracker
 
 logger = logging.getLogger("litellm_prefix_router.events")
 
@@ -122,6 +123,7 @@ class Follower:
             knowledge=knowledge,
             note=note,
             block_size=tracker.block_size or self.record.block_size,
+            blocks=tracker.ledger.held["gpu"],
             last_event_at=tracker.last_ts,
         )
 
@@ -203,6 +205,7 @@ class Follower:
     def _publish(self, **changes: object) -> None:
         record = msgspec.structs.replace(self.record, **changes)
         if record != self.record:
-            urgent = msgspec.structs.replace(self.record, last_event_at=record.last_event_at) != record
+            calm = {"last_event_at": record.last_event_at, "blocks": record.blocks}
+            urgent = msgspec.structs.replace(self.record, **calm) != record
             self.record = record
             self._on_change(self, urgent)

@@ -38,6 +38,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Id of the indexer that follows this replica."""
     last_event_at: float = 0.0
     """Unix time of the last event batch, 0.0 before the first."""
+    blocks: int = 0
+    """Blocks of its GPU memory that the index holds."""
     note: str | None = None
     """Why knowledge is not exact, for people."""
     epoch: str = ""

@@ -21,6 +21,8 @@ class ReplicaStatus:
     knowledge: str
     note: str | None = None
     block_size: int = 0
+    blocks: int = 0
+    """Blocks that the index holds for it."""
     incarnation: int = 0
     indexer: str | None = None
     last_event_at: float = 0.0
@@ -83,6 +85,7 @@ def _replica(pool: str, record: ReplicaRecord, load: Any) -> ReplicaStatus:
         knowledge=record.knowledge,
         note=record.note,
         block_size=record.block_size,
+        blocks=record.blocks,
         incarnation=record.incarnation,
         indexer=record.indexer,
         last_event_at=record.last_event_at,
