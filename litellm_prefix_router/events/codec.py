@@ -8,9 +8,14 @@ ignored, unknown events are reported as such.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from typing import Any
 
 import msgspec
+import numpy as np
+
+from ..prompt.blocks import TokenIds
 
 _decode = msgspec.msgpack.Decoder().decode
 _MASK = (1 << 64) - 1
@@ -74,9 +79,33 @@ def decode_batch(payload: bytes) -> tuple[float, int, list[Event]]:
         raise MalformedBatch(f"{type(error).__name__}: {error}") from None
 
 
+def time_of(payload: bytes) -> float:
+    """The batch's own time; infinity for bytes that are none."""
+    try:
+        return decode_batch(payload)[0]
+    except MalformedBatch:
+        return float("inf")
+
+
+def token_array(ids: list[int]) -> TokenIds:
+    """Token ids as they are hashed. `array` converts a list three times as fast as numpy does."""
+    if sys.byteorder == "little" and array("I").itemsize == 4:
+        return np.frombuffer(array("I", ids), "<u4")
+    return np.array(ids, "<u4")
+
+
 def hash_name(value: int | bytes) -> int:
     """The 64 bits that stand for an engine's block hash. Digests are cut to their last 8 bytes, as vLLM's own do."""
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & _MASK
+
+
+def _names(raw: list[Any]) -> list[int]:
+    try:
+        if min(raw) >= 0:  # plain unsigned integers, the default: nothing to convert
+            return raw
+    except (TypeError, ValueError):  # digests, or none at all
+        pass
+    return [hash_name(value) for value in raw]
 
 
 def _event(raw: Any) -> Event:
@@ -98,7 +127,7 @@ def _event(raw: Any) -> Event:
     tier = _TIER.get(medium) or ("gpu" if medium.startswith(("gpu", "cuda", "hip", "xpu", "tpu", "device")) else None)
     if tier is None:
         return Skipped("unknown_medium")
-    names = [hash_name(value) for value in fields["block_hashes"]]
+    names = _names(fields["block_hashes"])
     if kind == "BlockRemoved":
         return Removed(names, tier)
     parent = fields.get("parent_block_hash")

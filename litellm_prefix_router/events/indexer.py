@@ -22,8 +22,8 @@ from ..index import open_writer
 from ..index.contract import Fenced, IndexUnavailable, IndexWriter, ReplicaRecord
 from ..settings import Settings
 from .follower import Follower
+from .outputs import Output
 from .subscriber import SubscriberHub
-from .tracker import Output
 from .writing import PoolWriting
 
 logger = logging.getLogger("litellm_prefix_router.events")

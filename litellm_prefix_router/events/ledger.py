@@ -7,6 +7,7 @@ what is left after a gap; a child that the engine stores proves that its ancesto
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable
 
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+_LITTLE = sys.byteorder == "little"
 MAX_COPIES = 8
 """Copies counted per block: re-reported blocks (kv_cache_report_mode=full) would otherwise count up for ever."""
 
@@ -109,8 +111,10 @@ class Ledger:
         self._parents.append(above)
         self._parents.extend(range(first, first + count - 1))
         self._above.append(self._ours[above] & 0xFFFFFFFF if above >= 0 else 0)
-        self._above.extend([block & 0xFFFFFFFF for block in ours[:-1]])
         self._ours.extend(ours)
+        # the low halves of the hashes just added, as they lie in memory
+        halves = np.frombuffer(self._ours[first:-1].tobytes(), np.uint32)
+        self._above.frombytes(halves[0 if _LITTLE else 1 :: 2].tobytes())
         copies.extend(b"\x01" * count)
         rows.update(zip(names, range(first, first + count), strict=True))
         self.held[tier] += count

@@ -17,6 +17,8 @@ not begin in view (a late join) cannot be named: it is counted, and `complete` i
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import Counter, deque
 
 import msgspec
@@ -24,49 +26,17 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from ..prompt.blocks import chain_hashes, root_hash
-from .codec import Cleared, MalformedBatch, Removed, Skipped, Stored, decode_batch
+from .codec import Cleared, MalformedBatch, Removed, Skipped, Stored, decode_batch, time_of, token_array
 from .identity import split_extra_keys
 from .ledger import Ledger, LedgerImage
+from .outputs import Alarm, NewIncarnation, Output, Remove, RequestReplay, Store
 
 _REMEMBERED = 8192
 """Recent frames whose digests are kept, to tell a repeat from a restart: more than a subscriber's queue is long."""
+_LITTLE = sys.byteorder == "little"
 _OVERLAP = 16
 """Frames before the last one that a replay has to confirm."""
 _QUEUE_FRAMES = 100_000
-
-
-class Store(msgspec.Struct, frozen=True):
-    """These blocks (hashes packed 8 bytes each) are now held in the tier."""
-
-    tier: str
-    blocks: bytes
-
-
-class Remove(msgspec.Struct, frozen=True):
-    tier: str
-    blocks: bytes
-
-
-class NewIncarnation(msgspec.Struct, frozen=True):
-    """All that was written about this rank is void. `reason`: "start", "restart", "gap", "cleared", "capacity"."""
-
-    reason: str
-
-
-class RequestReplay(msgspec.Struct, frozen=True):
-    """Ask the engine for its frames from this number on; answer with `replayed`, then `replay_ended` or `_failed`."""
-
-    start: int
-
-
-class Alarm(msgspec.Struct, frozen=True):
-    """Something an operator should see. `kind`: "malformed", "block_size", "late_join", "gap", "capacity", "rank"."""
-
-    kind: str
-    detail: str
-
-
-Output = Store | Remove | NewIncarnation | RequestReplay | Alarm
 
 
 class _Snapshot(msgspec.Struct, array_like=True):
@@ -251,7 +221,7 @@ class Tracker:
             else:
                 self._missed(f"frames {self.last + 1} to {seq - 1} are missing")
                 self._apply(seq, payload)
-        elif advances and _time_of(payload) < self.last_ts:
+        elif advances and time_of(payload) < self.last_ts:
             self.counts["overtaken"] += 1
         else:
             self._forget("restart")
@@ -383,7 +353,7 @@ class Tracker:
                 seed = known
                 if event.tier == "gpu" and (woken := self.ledger.wake(parent)):
                     self._emit(Store, "gpu", woken)
-            hashes = chain_hashes(np.array(event.tokens, "<u4"), event.block_size, seed, extra or None)
+            hashes = chain_hashes(token_array(event.tokens), event.block_size, seed, extra or None)
         fresh = self.ledger.extend(names, hashes, parent, event.tier)
         self.counts["duplicates"] += len(names) - len(fresh)
         self._emit(Store, event.tier, fresh)
@@ -424,16 +394,9 @@ class Tracker:
         """Add blocks to the outputs, joined with the one before where that is the same kind."""
         if not blocks:
             return
-        packed = np.array(blocks, "<u8").tobytes()
+        packed = array("Q", blocks).tobytes() if _LITTLE else np.array(blocks, "<u8").tobytes()
         previous = self._out[-1] if self._out else None
         if isinstance(previous, kind) and previous.tier == tier:
             self._out[-1] = kind(tier, previous.blocks + packed)
         else:
             self._out.append(kind(tier, packed))
-
-
-def _time_of(payload: bytes) -> float:
-    try:
-        return decode_batch(payload)[0]
-    except MalformedBatch:
-        return float("inf")

@@ -16,7 +16,7 @@ import msgspec
 from ..index.contract import BlockWrite, Fenced, IndexUnavailable, IndexWriter
 from ..settings import Settings
 from .follower import Follower
-from .tracker import NewIncarnation, Output, Remove, Store
+from .outputs import NewIncarnation, Output, Remove, Store
 
 logger = logging.getLogger("litellm_prefix_router.events")
 

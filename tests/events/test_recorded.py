@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from litellm_prefix_router.events.codec import Cleared, Removed, Stored, decode_batch
-from litellm_prefix_router.events.tracker import NewIncarnation, Output, Remove, RequestReplay, Store, Tracker
+from litellm_prefix_router.events.outputs import NewIncarnation, Output, Remove, RequestReplay, Store
+from litellm_prefix_router.events.tracker import Tracker
 from litellm_prefix_router.prompt.blocks import as_token_ids, chain_hashes, root_hash
 
 DATA = Path(__file__).parents[1] / "data" / "vllm"

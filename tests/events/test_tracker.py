@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from litellm_prefix_router.events.identity import block_extra
-from litellm_prefix_router.events.tracker import (
-    Alarm,
-    NewIncarnation,
-    Output,
-    Remove,
-    RequestReplay,
-    Store,
-    Tracker,
-)
+from litellm_prefix_router.events.outputs import Alarm, NewIncarnation, Output, Remove, RequestReplay, Store
+from litellm_prefix_router.events.tracker import Tracker
 from litellm_prefix_router.prompt.blocks import as_token_ids, chain_hashes, root_hash
 
 SIZE = 4
