@@ -74,8 +74,8 @@ class RedisGuard:
 
 
 async def mget(client: Any, keys: list[bytes]) -> list[bytes | None]:
-    """MGET of many keys. redis-py's asyncio client packs commands in Python, which for hundreds of keys costs more than
-    the round trip (500 keys: 0.35 ms of 0.6); hiredis packs them in C. A Cluster's client finds the node by itself."""
+    """MGET of many keys. redis-py's asyncio client packs commands in Python, hiredis in C: 500 keys took 1.04 ms,
+    then 0.52; 67 keys 0.28, then 0.20 (loopback, busy machine). A Cluster's client finds the node by itself."""
     pool = getattr(client, "connection_pool", None)
     if pool is None or _pack is None:
         values: list[bytes | None] = await client.execute_command("MGET", *keys)
