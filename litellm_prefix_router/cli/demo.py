@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..demo.stack import Stack
 
 PREFILL_TOKENS_PER_S = 4000.0
+LONGER_THAN_A_BLOCK = "Why does a second question with the same beginning get its first word sooner than the first did?"
 DECODE_TOKENS_PER_S = 100.0
 BLOCKS_PER_REPLICA = 1024
 """One replica's cache holds about a quarter of the workload's tenants and sessions, all of them together hold all."""
@@ -152,7 +153,7 @@ async def _stay(console: Any, stacks: Sequence[Stack]) -> None:
         console.print(
             f"  curl -si {each.url}/v1/chat/completions {key}\\\n"
             f"    -H 'Content-Type: application/json' \\\n"
-            f'    -d \'{{"model": "chat", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n',
+            f'    -d \'{{"model": "chat", "messages": [{{"role": "user", "content": "{LONGER_THAN_A_BLOCK}"}}]}}\'\n',
             soft_wrap=True,
             markup=False,
         )

@@ -34,6 +34,11 @@ _CHARACTERS_PER_ITEM = 200
 _INLINE_SLOW_CHARACTERS = 2_000
 """The same with the reference tokenizer."""
 _MAX_NODES = 200_000
+_WORTH_KNOWING = 256
+"""Characters from which on a text is remembered as seen (by its hash alone)."""
+_SEEN_TEXTS = 20_000
+_KNOWN_COUNTS_UP_TO = 160_000
+"""Longer prompts go to a thread whatever is known of them."""
 _ENGINE_ONLY = frozenset(
     {
         *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
@@ -78,6 +83,7 @@ class PromptPipeline:
         self._max_body_bytes = max_body_bytes
         self._engine_tokenizer = engine_tokenizer
         self._hasher = BlockHasher(self.cache)
+        self._seen: dict[int, None] = {}
         self._model: EngineModel | None = None
         self._failure: PromptUnknown | None = None
         self._loading: Future[None] | None = None
@@ -187,13 +193,19 @@ class PromptPipeline:
         raise PromptUnknown("tokenizer_loading")
 
     def _weigh(self, body: Mapping[str, Any]) -> int:
-        """About how much work a body is, in characters of text. Raises PromptUnknown("too_large")."""
-        weight = nodes = 0
+        """About how much work a body is, in characters of new text. Raises PromptUnknown("too_large")."""
+        weight = nodes = known = 0
         stack: list[Any] = [body]
         while stack:
             value = stack.pop()
             if isinstance(value, str):
                 weight += len(value)
+                if len(value) >= _WORTH_KNOWING:
+                    name = hash(value)
+                    if name in self._seen:
+                        known += len(value)
+                    else:
+                        self._seen[name] = None
             elif isinstance(value, dict):
                 stack += value.values()
                 weight += _CHARACTERS_PER_ITEM
@@ -205,7 +217,10 @@ class PromptPipeline:
             nodes += 1
             if weight > self._max_body_bytes or nodes > _MAX_NODES:
                 raise PromptUnknown("too_large", f"more than {self._max_body_bytes} bytes of prompt")
-        return weight
+        while len(self._seen) > _SEEN_TEXTS:
+            self._seen.pop(next(iter(self._seen)))
+        # a text that came before is in the caches: it costs about a tenth
+        return weight - known * 9 // 10 if weight <= _KNOWN_COUNTS_UP_TO else weight
 
 
 def _brings_template(body: Mapping[str, Any]) -> bool:
