@@ -128,7 +128,8 @@ async def test_each_data_parallel_rank_is_a_replica(strategy, seen):
 
             predicted, reported = await until(matched, f"a match of conversation {i}")
             assert predicted == reported
-        assert len({receipt.choice for receipt in seen}) == 4
+        # new conversations are spread at random: all eight on one of four ranks would be a fault, not chance
+        assert len({receipt.choice for receipt in seen}) > 1
 
 
 async def test_streams_release_their_load(replicas, strategy, seen):

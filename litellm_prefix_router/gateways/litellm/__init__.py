@@ -19,9 +19,9 @@ __all__ = ["LiteLLMPrefixRouter", "prefix_router"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import strategy
+    from . import startup, strategy
 
     globals()["LiteLLMPrefixRouter"] = strategy.LiteLLMPrefixRouter
     if name == "prefix_router":
-        globals()[name] = strategy.from_proxy_config()
+        globals()[name] = startup.from_proxy_config()
     return globals()[name]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import sys
 import threading
 import time
 import weakref
@@ -24,20 +22,21 @@ from litellm.types.router import CustomRoutingStrategyBase
 
 from ...decision import Decision
 from ...request import RoutingRequest
-from ...service import RouterService, check_settings
+from ...service import RouterService
 from ...settings import Settings, SettingsError, load_settings
 from . import call_site
 from .call_site import find_call_site
 from .deployments import DeploymentMap, deployment_replica, read_deployments, signature_of
 from .router_view import choose_async, choose_sync
 from .sent_body import sent_request
+from .startup import proxy_router
 from .tickets import Tickets, note_of
+from .usage import cached_tokens_of
 
 logger = logging.getLogger("litellm_prefix_router")
 
 HEADER = "x-prefix-router"
 RANK_HEADER = "X-data-parallel-rank"
-_WATCH_S = 0.2
 _REREAD_S = 1.0
 _instances = itertools.count(1)
 
@@ -250,7 +249,7 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
     async def async_pre_call_hook(
         self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: Any
     ) -> Any:
-        router = _proxy_router()
+        router = proxy_router()
         if router is not None:
             self.attach(router)
         return data
@@ -337,23 +336,6 @@ def _for_rank(deployment: Any, replica_id: str) -> Any:
     return {**deployment, "litellm_params": {**params, "extra_headers": headers}}
 
 
-def cached_tokens_of(response: Any) -> int | None:
-    """What the engine reported, from a LiteLLM response of any API; None if it did not."""
-    usage = getattr(response, "usage", None)
-    if usage is None and isinstance(response, Mapping):
-        usage = response.get("usage")
-    for name in ("prompt_tokens_details", "input_tokens_details"):
-        details = _get(usage, name)
-        cached = _get(details, "cached_tokens")
-        if isinstance(cached, int):
-            return cached
-    return None
-
-
-def _get(holder: Any, name: str) -> Any:
-    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
-
-
 def _arguments(model: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A strategy call's arguments by name; LiteLLM passes most of them by keyword."""
     call = dict(zip(("messages", "input", "specific_deployment", "request_kwargs"), args, strict=False), **kwargs)
@@ -366,44 +348,3 @@ def _arguments(model: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 def _callback_settings() -> Mapping[str, Any]:
     section = (getattr(litellm, "callback_settings", None) or {}).get("prefix_router")
     return section if section is not None else {}
-
-
-def _proxy_router() -> Router | None:
-    server = sys.modules.get("litellm.proxy.proxy_server")
-    router = getattr(server, "llm_router", None)
-    return router if isinstance(router, Router) else None
-
-
-def from_proxy_config() -> LiteLLMPrefixRouter:
-    """The instance for config.yaml. In the proxy, settings that cannot be used stop it here with one line."""
-    instance = LiteLLMPrefixRouter()
-    if "litellm.proxy.proxy_server" in sys.modules:
-        _stop_if_unusable(instance)
-        threading.Thread(target=_attach_when_ready, args=(instance,), name="prefix-router-attach", daemon=True).start()
-    return instance
-
-
-def _stop_if_unusable(instance: LiteLLMPrefixRouter) -> None:
-    try:
-        check_settings(instance.settings)
-    except SettingsError as error:
-        sys.stderr.write(f"\nprefix-router: {error}\n")
-        sys.stderr.flush()
-        # an exception here would be one of LiteLLM's start-up tracebacks
-        os._exit(2)
-
-
-def _attach_when_ready(instance: LiteLLMPrefixRouter) -> None:
-    """Attach as soon as the proxy has its router, so that tokenizers load before the first request."""
-    waiting = threading.Event()
-    while not waiting.wait(_WATCH_S):
-        router = _proxy_router()
-        if router is None:
-            continue
-        try:
-            instance.attach(router)
-        except SettingsError as error:
-            sys.stderr.write(f"\nprefix-router: {error}\n")
-            sys.stderr.flush()
-            os._exit(2)
-        return
