@@ -1,5 +1,9 @@
 """One whole decision, from parsed body to choice, on a warm 8k-token chat prompt, against a real Redis.
 
+Two fleets of 16: as it is usually, one replica holds the conversation and all hold the system prompt at its beginning
+("session"); and as it is at worst, each holds another length of it, so that the lookup reads nearly every block
+("ragged").
+
 The baseline in the same run is what the same stages cost done plainly: render, tokenize and hash the whole prompt
 anew, then ask Redis for each block of each request with pipelined commands.
 """
@@ -62,8 +66,17 @@ async def timed(work: Callable[[int], Awaitable[Any]], rounds: int) -> list[floa
     return found
 
 
-async def measure(redis_url: str, rounds: int) -> dict[str, Any]:
-    settings = load_settings({"redis_url": redis_url, "embedded_indexer": False, "deadline_ms": 1000})
+async def measure(redis_url: str, rounds: int, ragged: bool) -> dict[str, Any]:
+    prefix = "ragged" if ragged else "session"
+    settings = load_settings(
+        {
+            "redis_url": redis_url,
+            "key_prefix": prefix,
+            "embedded_indexer": False,
+            "deadline_ms": 5000,
+            "redis_timeout_ms": 2000,
+        }
+    )
     service = RouterService(settings)
     names = [f"http://10.0.0.{i}:8000" for i in range(REPLICAS)]
     pool = Pool("chat", {name: Replica(name, name, "tiny") for name in names})
@@ -81,7 +94,8 @@ async def measure(redis_url: str, rounds: int) -> dict[str, Any]:
     for i, name in enumerate(names):
         record = ReplicaRecord(name, name, block_size=BLOCK_SIZE, knowledge="exact")
         record = await writer.begin_incarnation("tiny", record, claim.claimed[name])
-        held = chain[: len(chain) * (i + 1) // REPLICAS]
+        ends = len(chain) * (i + 1) // REPLICAS if ragged else len(chain) // 4
+        held = chain[: len(chain) if i == REPLICAS - 1 else ends]
         await writer.apply("tiny", [BlockWrite(record, claim.claimed[name], True, pack_hashes(held))])
 
     def request(i: int) -> RoutingRequest:
@@ -98,7 +112,9 @@ async def measure(redis_url: str, rounds: int) -> dict[str, Any]:
 
     await timed(ours, 50)
     receipts.clear()
+    cpu_started = time.process_time()
     times = await timed(ours, rounds)
+    cpu_ms = (time.process_time() - cpu_started) * 1e3 / rounds
     assert all(r.source == "exact" and r.match_tokens > 6000 for r in receipts), receipts[-1]
     baseline = await timed(plain(redis_url, encoder, body), max(20, rounds // 10))
     stages = {
@@ -113,6 +129,7 @@ async def measure(redis_url: str, rounds: int) -> dict[str, Any]:
         "p50_ms": round(percentile(times, 0.5), 3),
         "p90_ms": round(percentile(times, 0.9), 3),
         "p99_ms": round(percentile(times, 0.99), 3),
+        "cpu_ms": round(cpu_ms, 3),
         "stages_p50_ms": stages,
         "baseline_p50_ms": round(percentile(baseline, 0.5), 3),
     }
@@ -150,7 +167,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     arguments = parser.parse_args()
     with ValkeyServer(save="", appendonly="no") as server:
-        result = asyncio.run(measure(server.connection_url, arguments.rounds))
+        result = asyncio.run(measure(server.connection_url, arguments.rounds, ragged=False))
+        ragged = asyncio.run(measure(server.connection_url, arguments.rounds, ragged=True))
+    result |= {f"ragged_{key}": ragged[key] for key in ("p50_ms", "p90_ms", "p99_ms", "cpu_ms")}
     if arguments.json:
         print(json.dumps(result))
         return
@@ -165,6 +184,8 @@ def main() -> None:
     table.add_row("this router", *(f"{result[f'{p}_ms']:.2f} ms" for p in ("p50", "p90", "p99")))
     for stage, value in result["stages_p50_ms"].items():
         table.add_row(f"  {stage}", f"{value:.2f} ms")
+    table.add_row("this router, ragged", *(f"{result[f'ragged_{p}_ms']:.2f} ms" for p in ("p50", "p90", "p99")))
+    table.add_row("CPU of this process, mean", f"{result['cpu_ms']:.2f} ms")
     table.add_row("plain: all anew, HKEYS per block", f"{result['baseline_p50_ms']:.2f} ms")
     Console().print(table)
 
