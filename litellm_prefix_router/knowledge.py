@@ -30,9 +30,20 @@ class Knowledge:
     chain: Sequence[int] = ()
     """What placement memory goes by: the blocks and what follows them, or the text's likeness."""
     chain_unit_tokens: int = 16
+    block_size: int = 0
+    """The pool's tokens a block, asked once a decision; 0: no pool."""
+    cache_name: str = ""
+    """Name under which the pool's blocks are indexed."""
     lookup: IndexLookup | None = None
     note: str | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
+
+    def level_of(self, replica_id: str) -> str:
+        """How the replica is known: as its record in the roster says; "none" without one, or with other blocks."""
+        record = self.lookup.roster.get(replica_id) if self.lookup is not None else None
+        if record is None or record.slot is None or not self.block_size:
+            return "none"
+        return "none" if record.block_size and record.block_size != self.block_size else record.knowledge
 
     @property
     def prefix_key(self) -> int | None:

@@ -143,6 +143,8 @@ class PrefixRouter:
 
     async def _learn(self, pool: Pool | None, request: RoutingRequest, known: Knowledge) -> None:
         known.note = request.note
+        if pool is not None:
+            known.block_size, known.cache_name = pool.block_size, pool.cache_name
         if not self.policy.uses_prefix:
             known.failed("policy")
         elif pool is None:
@@ -163,27 +165,27 @@ class PrefixRouter:
             encoded = await pool.encoder.encode(request.path, request.body)
         except PromptUnknown as unknown:
             known.failed(unknown.reason)
-            self._learn_likeness(pool, request, known)
+            self._learn_likeness(request, known)
             return
         except BaseException:
-            self._learn_likeness(pool, request, known)
+            self._learn_likeness(request, known)
             raise
         finally:
             known.timings_ms["encode"] = (self._clock() - started) * 1e3
         known.stage = "hash"
         started = self._clock()
         identity = encoded.identity
-        root = root_hash(pool.cache_name, identity.lora, identity.cache_salt)
-        known.blocks = pool.encoder.blocks(encoded, pool.cache_name, pool.block_size)
+        root = root_hash(known.cache_name, identity.lora, identity.cache_salt)
+        known.blocks = pool.encoder.blocks(encoded, known.cache_name, known.block_size)
         known.chain = extend_chain(known.blocks, root, encoded.opaque_tail)
-        known.chain_unit_tokens = pool.block_size
+        known.chain_unit_tokens = known.block_size
         known.prompt_tokens = len(encoded.token_ids)
         known.tokens_by = encoded.source
         known.note = encoded.note or known.note
         known.timings_ms["hash"] = (self._clock() - started) * 1e3
 
-    def _learn_likeness(self, pool: Pool, request: RoutingRequest, known: Knowledge) -> None:
-        root = root_hash(pool.cache_name, "\0likeness")
+    def _learn_likeness(self, request: RoutingRequest, known: Knowledge) -> None:
+        root = root_hash(known.cache_name, "\0likeness")
         known.chain = fingerprint_blocks(request.body, root)
         known.chain_unit_tokens = CHUNK_BYTES // BYTES_PER_TOKEN
         known.prompt_tokens = estimate_tokens(request.body)
@@ -192,12 +194,12 @@ class PrefixRouter:
         known.stage = "lookup"
         started = self._clock()
         try:
-            known.lookup = await self._index().lookup(pool.cache_name, known.blocks)
+            known.lookup = await self._index().lookup(known.cache_name, known.blocks)
         except IndexUnavailable as unavailable:
             known.failed("index_unavailable")
             known.note = known.note or str(unavailable)
         else:
-            self._others[pool.cache_name] = (self._clock(), dict(known.lookup.loads))
+            self._others[known.cache_name] = (self._clock(), dict(known.lookup.loads))
         finally:
             known.timings_ms["lookup"] = (self._clock() - started) * 1e3
 
@@ -207,7 +209,7 @@ class PrefixRouter:
         policy_started = self._clock()
         names = [name for name in request.candidates if name not in request.avoid] or list(request.candidates)
         candidates = self._candidates(pool, names, known)
-        source, policy = self._rung(pool, candidates, known)
+        source, policy = self._rung(candidates, known)
         ranking = policy.rank(
             PolicyInput(
                 candidates=candidates,
@@ -220,8 +222,9 @@ class PrefixRouter:
             ),
             self._rng,
         )
+        costs = ranking.costs
         best = candidates[ranking.order[0]]
-        knowledge = self._knowledge_of(pool, best.replica_id, known)
+        knowledge = known.level_of(best.replica_id)
         if source is Source.EXACT and knowledge != "exact":
             # what its indexer itself does not vouch for must not be called exact
             source = Source.APPROXIMATE
@@ -242,7 +245,10 @@ class PrefixRouter:
             blocks=len(known.blocks),
             match_tokens=best.match_tokens,
             token_credit=credit,
-            candidates=tuple(self._view(pool, known, candidates, i, ranking.costs) for i in range(len(candidates))),
+            candidates=tuple(
+                self._view(known, candidate, None if costs is None else costs[i])
+                for i, candidate in enumerate(candidates)
+            ),
             timings_ms=known.timings_ms,
             tokens_by=known.tokens_by,
             note=known.note,
@@ -257,12 +263,12 @@ class PrefixRouter:
             ),
             queued_tokens=best.pending_prefill_tokens + uncached,
             chain=tuple(known.blocks),
-            block_size=pool.block_size if pool is not None else 0,
+            block_size=known.block_size,
         )
 
     def _candidates(self, pool: Pool | None, names: Sequence[str], known: Knowledge) -> list[Candidate]:
         lookup = known.lookup
-        others = lookup.loads if lookup is not None else self._last_others(pool)
+        others = lookup.loads if lookup is not None else self._last_others(known)
         return [
             self._candidate(pool, name, known, self.ledger.load(name) + others.get(name, ReplicaLoad()))
             for name in names
@@ -270,7 +276,7 @@ class PrefixRouter:
 
     def _candidate(self, pool: Pool | None, name: str, known: Knowledge, load: ReplicaLoad) -> Candidate:
         lookup = known.lookup
-        knowledge = self._knowledge_of(pool, name, known)
+        knowledge = known.level_of(name)
         unit = known.chain_unit_tokens
         followed = knowledge != "none"
         # without events the memory of what was sent there has to do, for longer
@@ -300,19 +306,11 @@ class PrefixRouter:
             prefill_tokens_per_s=self.rates.rate(name),
         )
 
-    def _knowledge_of(self, pool: Pool | None, name: str, known: Knowledge) -> str:
-        record = known.lookup.roster.get(name) if known.lookup is not None else None
-        if record is None or pool is None or record.slot is None:
-            return "none"
-        if record.block_size and record.block_size != pool.block_size:
-            return "none"
-        return record.knowledge
-
-    def _rung(self, pool: Pool | None, candidates: Sequence[Candidate], known: Knowledge) -> tuple[Source, Policy]:
+    def _rung(self, candidates: Sequence[Candidate], known: Knowledge) -> tuple[Source, Policy]:
         """The best rung of the ladder that this knowledge reaches, and the policy that decides there."""
         if not self.policy.uses_prefix:
             return Source.LEAST_LOAD, self.policy
-        followed = any(self._knowledge_of(pool, c.replica_id, known) != "none" for c in candidates)
+        followed = any(known.level_of(c.replica_id) != "none" for c in candidates)
         if known.tokens_by and followed:
             return Source.EXACT, self.policy
         if known.tokens_by and known.lookup is not None:
@@ -323,22 +321,12 @@ class PrefixRouter:
             return Source.HASH, ConsistentHash()
         return Source.LEAST_LOAD, LeastLoad()
 
-    def _last_others(self, pool: Pool | None) -> dict[str, ReplicaLoad]:
+    def _last_others(self, known: Knowledge) -> dict[str, ReplicaLoad]:
         """The other gateways' loads as last read, while their lease would still hold."""
-        if pool is None:
-            return {}
-        when, loads = self._others.get(pool.cache_name, (float("-inf"), {}))
+        when, loads = self._others.get(known.cache_name, (float("-inf"), {}))
         return loads if self._clock() - when <= self.settings.load_lease_s else {}
 
-    def _view(
-        self,
-        pool: Pool | None,
-        known: Knowledge,
-        candidates: Sequence[Candidate],
-        i: int,
-        costs: Sequence[float] | None,
-    ) -> CandidateView:
-        c = candidates[i]
+    def _view(self, known: Knowledge, c: Candidate, cost: float | None) -> CandidateView:
         return CandidateView(
             replica_id=c.replica_id,
             match_tokens=c.match_tokens,
@@ -346,8 +334,8 @@ class PrefixRouter:
             requests=c.requests,
             pending_prefill_tokens=c.pending_prefill_tokens,
             active_tokens=c.active_tokens,
-            knowledge=self._knowledge_of(pool, c.replica_id, known),
-            cost=costs[i] if costs is not None else None,
+            knowledge=known.level_of(c.replica_id),
+            cost=cost,
         )
 
     def _remember(self, pool: Pool | None, choice: str, known: Knowledge) -> None:
@@ -355,7 +343,7 @@ class PrefixRouter:
             return
         self.placements.place(choice, known.chain)
         if known.lookup is not None and known.blocks:
-            write = self._share_placement(pool.cache_name, choice, known.blocks)
+            write = self._share_placement(known.cache_name, choice, known.blocks)
             task = asyncio.get_running_loop().create_task(write)
             self._writes.add(task)
             task.add_done_callback(self._writes.discard)
