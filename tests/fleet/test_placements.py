@@ -27,11 +27,15 @@ def test_matches_whole_prefixes_and_forgets_by_age():
     assert memory.match("a", [1, 2, 3], 60) == 3
 
 
-def test_memory_is_bounded_and_beginnings_outlive_tails():
-    memory = PlacementMemory(Clock(), max_blocks=10)
-    memory.place("a", list(range(16)))
-    assert len(memory) == 10
-    assert memory.match("a", list(range(16)), 30) == 10
+def test_memory_is_bounded_and_the_latest_stays():
+    memory = PlacementMemory(Clock(), max_blocks=20)
+    for start in range(0, 100, 5):
+        memory.place("ab"[start % 2], list(range(start, start + 5)))
+        assert len(memory) <= 20
+        assert memory.match("ab"[start % 2], list(range(start, start + 5)), 30) == 5
+    assert memory.match("a", [0, 1, 2, 3, 4], 30) == 0
+    memory.place("a", list(range(1000, 1040)))
+    assert len(memory) <= 20 and memory.match("a", list(range(1000, 1040)), 30) == 10
 
 
 def test_forgetting_a_replica_returns_its_memory():
