@@ -12,7 +12,7 @@ setup: .make/setup ## create .venv with the project and what its demo needs
 	@mkdir -p .make
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing litellm-prefix-router and its dependencies into .venv (once, one to two minutes) ..." >&2
-	@$(PIP) -e '.[demo]'
+	@$(PIP) --no-compile -e '.[demo]' # modules are compiled when they are used: most never are
 	@touch $@
 
 .make/dev: .make/setup

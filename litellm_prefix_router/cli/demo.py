@@ -37,7 +37,7 @@ def demo(
         Gateway, typer.Option(help="both: each turn of a conversation through the other one, over the same replicas.")
     ] = Gateway.LITELLM,
     replicas: Annotated[int, typer.Option(min=2, help="Simulated replicas.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the workload.")] = 160,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the workload.")] = 140,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the prefix-routing stack up until interrupted.")] = False,
