@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,8 +59,13 @@ def demo(
     except StartError as error:
         typer.echo(f"prefix-router demo: {error}", err=True)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         raise typer.Exit(130) from None
+
+
+def _cancel_current(task: asyncio.Task[None] | None) -> Callable[[], object]:
+    assert task is not None
+    return task.cancel
 
 
 def _missing_parts(gateways: Sequence[str]) -> str:
@@ -85,6 +91,8 @@ async def _run(
     from ..demo.traffic import run_workload
     from ..sim.workload import Workload
 
+    # ended from outside, it must end what it started, too
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _cancel_current(asyncio.current_task()))
     console = Console(stderr=as_json, highlight=False)
     # short answers: the proxy itself needs about 2 ms of CPU for each streamed piece
     traffic = Workload(
