@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+RECEIPT_HEADER = "x-prefix-router"
+"""Response header that carries the receipt in one line."""
+
 
 class Source(StrEnum):
     """The knowledge a decision rests on, best first."""
@@ -60,6 +63,11 @@ class Receipt:
     note: str | None = None
     token_credit: int = 0
     """Leading prompt tokens expected to need no prefill at the choice: the match, or a more recent placement."""
+
+    def agrees_with(self, cached_tokens: int) -> bool:
+        """Whether a response's reported cached tokens bear the prediction out: anything between the indexed match and
+        a more recent placement does, since the sibling placed there may or may not have been computed in time."""
+        return self.match_tokens <= cached_tokens <= max(self.match_tokens, self.token_credit)
 
     def header(self) -> str:
         """The receipt in one line of `key=value; ...`, for the response header."""

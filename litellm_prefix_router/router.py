@@ -132,7 +132,7 @@ class PrefixRouter:
         receipt = decision.receipt
         if cached_tokens is not None and receipt.tokens_by:
             if receipt.source is Source.EXACT:
-                self.confidence.observe(decision.replica_id, receipt.match_tokens, receipt.token_credit, cached_tokens)
+                self.confidence.observe(decision.replica_id, receipt.agrees_with(cached_tokens))
             if cached_tokens > receipt.match_tokens and decision.block_size:
                 # the response proves that the replica holds these blocks, whatever the events told
                 self.placements.place(decision.replica_id, decision.chain[: cached_tokens // decision.block_size])
@@ -154,7 +154,7 @@ class PrefixRouter:
         else:
             await self._learn_prompt(pool, request, known)
         if pool is not None:
-            await self._learn_index(pool, known)
+            await self._learn_index(known)
 
     async def _learn_prompt(self, pool: Pool, request: RoutingRequest, known: Knowledge) -> None:
         known.stage = "encode"
@@ -190,7 +190,7 @@ class PrefixRouter:
         known.chain_unit_tokens = CHUNK_BYTES // BYTES_PER_TOKEN
         known.prompt_tokens = estimate_tokens(request.body)
 
-    async def _learn_index(self, pool: Pool, known: Knowledge) -> None:
+    async def _learn_index(self, known: Knowledge) -> None:
         known.stage = "lookup"
         started = self._clock()
         try:

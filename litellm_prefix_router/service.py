@@ -76,7 +76,6 @@ class RouterService:
         self._readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, IndexReader] = weakref.WeakKeyDictionary()
         self._background = BackgroundLoop("prefix-router")
         self._indexer: EmbeddedIndexer | None = None
-        self._wake = threading.Event()
         self._started = False
         self._started_at = time.time()
         self._told: set[str] = set()
@@ -159,7 +158,7 @@ class RouterService:
 
     def _tell(self, pool: Pool) -> None:
         """Log each problem of a pool once, and once more if it comes back."""
-        for line in pool.describe_problems({}):
+        for line in pool.describe_problems():
             if line not in self._told:
                 self._told.add(line)
                 logger.warning("prefix-router: %s", line)
@@ -204,7 +203,7 @@ class RouterService:
                     "block_size": pool.block_size,
                     "replicas": list(pool.replicas),
                     "tokenizer": pool.encoder_problem or (pool.encoder.state if pool.encoder else "not started"),
-                    "problems": list(pool.describe_problems({})),
+                    "problems": list(pool.describe_problems()),
                 }
                 for pool in self.fleet.pools.values()
             },

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .index_options import ConfigOption, KeyPrefixOption, RedisUrlOption, settings_from
+
 
 def indexer(
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with the settings, or a LiteLLM config with a prefix_router section.")
-    ] = None,
-    redis_url: Annotated[str | None, typer.Option(help="Where the index is; overrides the settings.")] = None,
-    key_prefix: Annotated[str | None, typer.Option(help="First part of every key; overrides the settings.")] = None,
+    config: ConfigOption = None,
+    redis_url: RedisUrlOption = None,
+    key_prefix: KeyPrefixOption = None,
     name: Annotated[
         str | None, typer.Option(help="Name in leases and status; default: host, process and chance.")
     ] = None,
@@ -24,11 +23,9 @@ def indexer(
 ) -> None:
     """Follow the replicas that gateways announce, share them with other indexers, drain on SIGTERM."""
     from ..events.indexer import Indexer
-    from ..settings import SettingsError, load_settings, load_settings_file
+    from ..settings import SettingsError
 
-    settings = load_settings_file(config) if config else load_settings()
-    changes = {k: v for k, v in {"redis_url": redis_url, "key_prefix": key_prefix}.items() if v is not None}
-    settings = settings.model_copy(update=changes)
+    settings = settings_from(config, redis_url, key_prefix)
     if settings.redis_url.startswith("memory://"):
         raise SettingsError("redis_url: an indexer of its own process needs a Redis, memory:// is of one process")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)

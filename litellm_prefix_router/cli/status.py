@@ -6,10 +6,11 @@ import asyncio
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .index_options import ConfigOption, KeyPrefixOption, RedisUrlOption, settings_from
 
 if TYPE_CHECKING:
     from ..observe.status import Status
@@ -18,20 +19,15 @@ DEGRADED = 1
 
 
 def status(
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with the settings, or a LiteLLM config with a prefix_router section.")
-    ] = None,
-    redis_url: Annotated[str | None, typer.Option(help="Where the index is; overrides the settings.")] = None,
-    key_prefix: Annotated[str | None, typer.Option(help="First part of every key; overrides the settings.")] = None,
+    config: ConfigOption = None,
+    redis_url: RedisUrlOption = None,
+    key_prefix: KeyPrefixOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show gateways, indexers and replicas. Exit code 0: all exact; 1: degraded; 2: settings that cannot be used."""
-    from ..settings import load_settings, load_settings_file
-
-    settings = load_settings_file(config) if config else load_settings()
-    changes = {k: v for k, v in {"redis_url": redis_url, "key_prefix": key_prefix}.items() if v is not None}
+    settings = settings_from(config, redis_url, key_prefix)
     # people wait longer than requests do
-    settings = settings.model_copy(update={**changes, "redis_timeout_ms": max(settings.redis_timeout_ms, 2000.0)})
+    settings = settings.model_copy(update={"redis_timeout_ms": max(settings.redis_timeout_ms, 2000.0)})
     found = asyncio.run(_read(settings))
     if as_json:
         sys.stdout.write(json.dumps(found.as_dict()) + "\n")

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
+from ..decision import RECEIPT_HEADER
 from ..sim.workload import Message, TimedRequest, drive
 from .stack import GROUP, Stack
 
-HEADER = "x-prefix-router"
 WARM_UP = "warm-up"
 
 
@@ -63,7 +63,7 @@ async def ask(client: httpx.AsyncClient, stack: Stack, messages: list[Message], 
         if response.status_code != 200:
             text = (await response.aread()).decode(errors="replace")
             raise RequestFailed(f"status {response.status_code}: {text[:200]}")
-        seen.receipt = read_receipt(response.headers.get(HEADER))
+        seen.receipt = read_receipt(response.headers.get(RECEIPT_HEADER))
         async for line in response.aiter_lines():
             if not line.startswith("data:"):
                 continue

@@ -18,13 +18,10 @@ class ConfidenceTracker:
     def __init__(self) -> None:
         self._mismatch: dict[str, float] = {}
 
-    def observe(self, replica_id: str, match_tokens: int, credit_tokens: int, cached_tokens: int) -> bool:
-        """One response; returns whether it agreed. Anything between the indexed match and a sibling's recent
-        placement agrees: the sibling may or may not have been computed in time."""
-        agreed = match_tokens <= cached_tokens <= max(match_tokens, credit_tokens)
+    def observe(self, replica_id: str, agreed: bool) -> None:
+        """One response, and whether it bore its prediction out (Receipt.agrees_with)."""
         before = self._mismatch.get(replica_id, 0.0)
         self._mismatch[replica_id] = before + SMOOTHING * ((0.0 if agreed else 1.0) - before)
-        return agreed
 
     def level(self, replica_id: str, knowledge: str) -> str:
         """ "exact", "degraded", "stale" or "none": the indexer's word, lowered by what responses showed."""

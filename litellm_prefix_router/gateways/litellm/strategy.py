@@ -20,7 +20,7 @@ from litellm.integrations.custom_logger import CustomLogger
 from litellm.router import Router
 from litellm.types.router import CustomRoutingStrategyBase
 
-from ...decision import Decision
+from ...decision import RECEIPT_HEADER, Decision
 from ...request import RoutingRequest
 from ...service import RouterService
 from ...settings import Settings, SettingsError, load_settings
@@ -35,7 +35,6 @@ from .usage import cached_tokens_of
 
 logger = logging.getLogger("litellm_prefix_router")
 
-HEADER = "x-prefix-router"
 RANK_HEADER = "X-data-parallel-rank"
 _REREAD_S = 1.0
 _instances = itertools.count(1)
@@ -268,7 +267,7 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
             # the router has read a stream's first chunk by now; a whole response would measure its decoding too
             self.service.router.first_token(ticket.decision)
         receipt = note.get("receipt")
-        return {HEADER: str(receipt)} if receipt and self.settings.receipt_header else None
+        return {RECEIPT_HEADER: str(receipt)} if receipt and self.settings.receipt_header else None
 
     async def async_post_call_streaming_iterator_hook(
         self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
