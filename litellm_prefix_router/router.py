@@ -6,7 +6,6 @@ or takes too long, the request is placed by what was learned until then, and the
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +71,6 @@ class PrefixRouter:
         self._clock = clock
         self._rng = rng or Random()
         self._others: dict[str, tuple[float, dict[str, ReplicaLoad]]] = {}
-        self._writes: set[asyncio.Task[None]] = set()
 
     async def route(self, request: RoutingRequest) -> Decision:
         """The replica to send the request to, within the deadline; never raises but for cancellation.
@@ -343,16 +341,7 @@ class PrefixRouter:
             return
         self.placements.place(choice, known.chain)
         if known.lookup is not None and known.blocks:
-            write = self._share_placement(known.cache_name, choice, known.blocks)
-            task = asyncio.get_running_loop().create_task(write)
-            self._writes.add(task)
-            task.add_done_callback(self._writes.discard)
-
-    async def _share_placement(self, cache_name: str, choice: str, blocks: Sequence[int]) -> None:
-        try:
-            await self._index().place(cache_name, choice, blocks, self.settings.placement_ttl_s)
-        except IndexUnavailable:
-            pass  # the lookup of the next decision meets, reports and counts the same failure
+            self._index().place(known.cache_name, choice, known.blocks, self.settings.placement_ttl_s)
 
     def _last_resort(self, request: RoutingRequest, started: float) -> Decision:
         choice = min(request.candidates, key=lambda name: self.ledger.load(name).requests)

@@ -72,7 +72,7 @@ class Index:
         }
         return IndexLookup(matches=matches, loads=self.loads, roster=roster)
 
-    async def place(self, pool, replica_id, blocks, ttl_s):
+    def place(self, pool, replica_id, blocks, ttl_s):
         self.placed.append((pool, replica_id, len(blocks)))
 
 

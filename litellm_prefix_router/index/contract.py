@@ -94,8 +94,12 @@ class IndexReader(Protocol):
         """Say which replicas this gateway serves; indexers follow what is announced. Renewed before `ttl_s`."""
         ...
 
-    async def place(self, pool: str, replica_id: str, blocks: Sequence[int], ttl_s: float) -> None:
-        """Remember that a prompt with these blocks was sent to the replica (placement memory)."""
+    def place(self, pool: str, replica_id: str, blocks: Sequence[int], ttl_s: float) -> None:
+        """Tell the other gateways soon that a prompt with these blocks was sent to the replica (placement memory)."""
+        ...
+
+    async def placed(self) -> None:
+        """Wait until what was placed can be read by others. Raises IndexUnavailable where it was lost."""
         ...
 
     async def publish_loads(self, pool: str, gateway_id: str, loads: Mapping[str, ReplicaLoad], ttl_s: float) -> None:

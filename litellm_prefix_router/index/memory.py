@@ -106,7 +106,7 @@ class MemoryIndexReader:
             listed = {record.replica_id: record for record in replicas}
             self._index._pools[pool].announced[self.gateway_id] = (self._index._clock() + ttl_s, listed)
 
-    async def place(self, pool: str, replica_id: str, blocks: Sequence[int], ttl_s: float) -> None:
+    def place(self, pool: str, replica_id: str, blocks: Sequence[int], ttl_s: float) -> None:
         now = self._index._clock()
         with self._index._lock:
             state = self._index._pools[pool]
@@ -117,6 +117,9 @@ class MemoryIndexReader:
                 state.places_until_sweep = 4096
                 for block in [b for b, who in state.placed.items() if max(who.values()) <= now]:
                     del state.placed[block]
+
+    async def placed(self) -> None:
+        pass  # is there at once
 
     async def publish_loads(self, pool: str, gateway_id: str, loads: Mapping[str, ReplicaLoad], ttl_s: float) -> None:
         self._own.add(gateway_id)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
 from ..patience import PatientTimeout
 from .breaker import CircuitBreaker
 from .contract import IndexUnavailable
+from .scripts import run_script
+from .shared_connection import SharedConnection
 
-try:
-    from hiredis import pack_command as _pack
-except ImportError:  # redis without its [hiredis] extra
-    _pack = None  # type: ignore[assignment]
-
-_T = TypeVar("_T")
 _STALL = 2.0
 """A timeout that was noticed later than this multiple of the bound is the event loop's fault, not Redis's."""
 
@@ -27,14 +23,22 @@ class RedisGuard:
     """Drives a CircuitBreaker around a client. Bound to one event loop, as the client is."""
 
     def __init__(self, client: Any, timeout_s: float, probe_s: float, clock: Callable[[], float] = time.monotonic):
-        self.client = client
+        self._client = client
+        self._connection = SharedConnection(client)
         self.breaker = CircuitBreaker(probe_s)
         self._timeout_s = timeout_s
         self._clock = clock
         self._probe: asyncio.Task[None] | None = None
 
-    async def call(self, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Await `make()` within the bound. Raises IndexUnavailable at once while the breaker is open."""
+    async def execute(self, *command: Any) -> Any:
+        """The answer to a command within the bound. Raises IndexUnavailable; at once while the breaker is open."""
+        return await self._bounded(self._connection.execute, *command)
+
+    async def run_script(self, script: str, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
+        """The answer of one of our scripts, as `execute`."""
+        return await self._bounded(run_script, self._connection.execute, script, keys, args)
+
+    async def _bounded(self, call: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         if not self.breaker.allows:
             if self.breaker.probe_due(self._clock()):
                 self._probe = asyncio.get_running_loop().create_task(self._probe_once())
@@ -42,22 +46,26 @@ class RedisGuard:
         began = self._clock()
         try:
             async with PatientTimeout(self._timeout_s):
-                return await make()
+                return await call(*arguments)
         except TimeoutError:
             if self._clock() - began < self._timeout_s * _STALL:
-                self.breaker.failed(self._clock(), "timeout")
+                self._failed("timeout")
             raise IndexUnavailable(f"Redis did not answer within {self._timeout_s * 1000:.0f} ms") from None
         except ResponseError as error:  # it does answer (out of memory, no permission): the next call may well succeed
             raise IndexUnavailable(f"Redis: {describe(error)}") from error
         except (RedisError, OSError) as error:
             reason = describe(error)
-            self.breaker.failed(self._clock(), reason)
+            self._failed(reason)
             raise IndexUnavailable(f"Redis: {reason}") from error
+
+    def _failed(self, reason: str) -> None:
+        self.breaker.failed(self._clock(), reason)
+        self._connection.drop()
 
     async def _probe_once(self) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self.client.ping()
+                await self._client.ping()
         except (TimeoutError, RedisError, OSError) as error:
             self.breaker.failed(self._clock(), describe(error))
         except BaseException:
@@ -70,29 +78,8 @@ class RedisGuard:
         if self._probe is not None and not self._probe.done():
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
-        await self.client.aclose()
-
-
-async def mget(client: Any, keys: list[bytes]) -> list[bytes | None]:
-    """MGET of many keys. redis-py's asyncio client packs commands in Python, hiredis in C: 500 keys took 1.04 ms,
-    then 0.52; 67 keys 0.28, then 0.20 (loopback, busy machine). A Cluster's client finds the node by itself."""
-    pool = getattr(client, "connection_pool", None)
-    if pool is None or _pack is None:
-        values: list[bytes | None] = await client.execute_command("MGET", *keys)
-        return values
-    pack: Callable[[tuple[Any, ...]], bytes] = _pack
-    connection = await pool.get_connection()
-    try:
-        await connection.send_packed_command(pack(("MGET", *keys)), check_health=False)
-        values = await connection.read_response()
-    except ResponseError:
-        raise
-    except BaseException:  # cancelled by the deadline as a rule: the answer is still to come on this connection
-        await connection.disconnect(nowait=True)
-        raise
-    finally:
-        await pool.release(connection)
-    return values
+        await self._connection.close()
+        await self._client.aclose()
 
 
 def describe(error: BaseException) -> str:

@@ -17,13 +17,12 @@ from ..settings import Settings
 from .connect import connect
 from .contract import IndexLookup, ReplicaLoad, ReplicaRecord
 from .layout import LOWER_TIERS, TIERS, Layout, block_keys, pack_hashes, pools_key, replica_tag, state_key, states_key
+from .placement_sender import PlacementSender
 from .plan import LookupPlan, canonical_positions
 from .records import as_fields, decode_loads, decode_roster, encode_announcement, encode_loads, sum_loads
-from .redis_guard import RedisGuard, mget
-from .scripts import ANNOUNCE, LOADS, PLACE, run_script
+from .redis_guard import RedisGuard
+from .scripts import ANNOUNCE, LOADS
 
-_PLACED_CAP = 16
-"""Most replicas that one placement key remembers (8 bytes each)."""
 _ROSTER_AGE_S = 5.0
 """A roster is read again after this even when its version stands still: the times of last events move without it."""
 _OFFSET_AGE_S = 60.0
@@ -121,6 +120,7 @@ class RedisIndexReader:
             settings.redis_probe_ms / 1000,
             clock,
         )
+        self._placements = PlacementSender(self._guard)
 
     @property
     def breaker_state(self) -> str:
@@ -180,19 +180,20 @@ class RedisIndexReader:
         await self._script(ANNOUNCE, [view.layout.announced], args)
         now = self._wall_clock()
         pools = pools_key(self._settings.key_prefix)
-        client = self._guard.client
-        await self._guard.call(lambda: client.execute_command("ZADD", pools, now, pool))
-        await self._guard.call(lambda: client.execute_command("ZREMRANGEBYSCORE", pools, "-inf", now - _POOLS_TTL_S))
-        await self._guard.call(lambda: client.execute_command("EXPIRE", pools, _POOLS_TTL_S))
+        await self._guard.execute("ZADD", pools, now, pool)
+        await self._guard.execute("ZREMRANGEBYSCORE", pools, "-inf", now - _POOLS_TTL_S)
+        await self._guard.execute("EXPIRE", pools, _POOLS_TTL_S)
 
-    async def place(self, pool: str, replica_id: str, blocks: Sequence[int], ttl_s: float) -> None:
+    def place(self, pool: str, replica_id: str, blocks: Sequence[int], ttl_s: float) -> None:
         if not blocks or ttl_s <= 0:
             return
         view = self._view(pool)
         view.know([replica_id])
         hashes = pack_hashes([blocks[at] for at in canonical_positions(len(blocks))])
-        args = [replica_tag(replica_id), max(1, round(ttl_s)), _PLACED_CAP, hashes]
-        await self._script(PLACE, [view.layout.placed], args)
+        self._placements.add(view.layout.placed, replica_tag(replica_id), max(1, round(ttl_s)), hashes)
+
+    async def placed(self) -> None:
+        await self._placements.sent()
 
     async def publish_loads(self, pool: str, gateway_id: str, loads: Mapping[str, ReplicaLoad], ttl_s: float) -> None:
         self._own.add(gateway_id)
@@ -201,20 +202,16 @@ class RedisIndexReader:
         await self._script(LOADS, [layout.gateways, layout.load(gateway_id)], args)
 
     async def publish_state(self, gateway_id: str, state: bytes, ttl_s: float) -> None:
-        client, prefix, now = self._guard.client, self._settings.key_prefix, self._wall_clock()
+        prefix, now = self._settings.key_prefix, self._wall_clock()
         listed = states_key(prefix)
-        await self._guard.call(
-            lambda: client.execute_command("SET", state_key(prefix, gateway_id), state, "PX", int(ttl_s * 1000))
-        )
-        await self._guard.call(lambda: client.execute_command("ZADD", listed, now + ttl_s, gateway_id))
-        await self._guard.call(lambda: client.execute_command("ZREMRANGEBYSCORE", listed, "-inf", now - ttl_s))
-        await self._guard.call(lambda: client.execute_command("EXPIRE", listed, max(1, int(ttl_s * 2))))
+        await self._guard.execute("SET", state_key(prefix, gateway_id), state, "PX", int(ttl_s * 1000))
+        await self._guard.execute("ZADD", listed, now + ttl_s, gateway_id)
+        await self._guard.execute("ZREMRANGEBYSCORE", listed, "-inf", now - ttl_s)
+        await self._guard.execute("EXPIRE", listed, max(1, int(ttl_s * 2)))
 
     async def states(self) -> Mapping[str, bytes]:
-        client, prefix = self._guard.client, self._settings.key_prefix
-        listed: list[bytes] = await self._guard.call(
-            lambda: client.execute_command("ZRANGE", states_key(prefix), 0, -1)
-        )
+        prefix = self._settings.key_prefix
+        listed: list[bytes] = await self._guard.execute("ZRANGE", states_key(prefix), 0, -1)
         if not listed:
             return {}
         names = [name.decode() for name in listed]
@@ -222,12 +219,12 @@ class RedisIndexReader:
         return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
     async def pools(self) -> Sequence[str]:
-        client = self._guard.client
         key = pools_key(self._settings.key_prefix)
-        listed: list[bytes] = await self._guard.call(lambda: client.execute_command("ZRANGE", key, 0, -1))
+        listed: list[bytes] = await self._guard.execute("ZRANGE", key, 0, -1)
         return [name.decode() for name in listed]
 
     async def close(self) -> None:
+        await self._placements.close()
         await self._guard.close()
 
     def _view(self, pool: str) -> _PoolView:
@@ -237,22 +234,20 @@ class RedisIndexReader:
         return view
 
     async def _mget(self, keys: list[bytes]) -> list[bytes | None]:
-        client = self._guard.client
-        return await self._guard.call(lambda: mget(client, keys))
+        values: list[bytes | None] = await self._guard.execute("MGET", *keys)
+        return values
 
     async def _script(self, script: str, keys: list[bytes], args: list[Any]) -> None:
-        client = self._guard.client
-        await self._guard.call(lambda: run_script(client, script, keys, args))
+        await self._guard.run_script(script, keys, args)
 
     async def _read_roster(self, view: _PoolView) -> None:
         # the version first: if the roster changes in between, the next lookup sees a version newer than ours
         (version,) = await self._mget([view.layout.version])
-        client = self._guard.client
-        raw = await self._guard.call(lambda: client.execute_command("HGETALL", view.layout.roster))
+        raw = await self._guard.execute("HGETALL", view.layout.roster)
         view.take_roster(version, as_fields(raw), self._clock())
         if self._clock() - self._offset_at > _OFFSET_AGE_S:
-            seconds, micros = await self._guard.call(lambda: client.time())
-            self._clock_offset_s = seconds + micros / 1e6 - self._wall_clock()
+            seconds, micros = await self._guard.execute("TIME")
+            self._clock_offset_s = int(seconds) + int(micros) / 1e6 - self._wall_clock()
             self._offset_at = self._clock()
 
     def _load_keys(self, view: _PoolView) -> list[bytes]:

@@ -14,7 +14,7 @@ from .contract import BlockWrite, Claim, Fenced, ReplicaRecord
 from .layout import TIERS, Layout, pools_key
 from .records import as_fields, decode_roster, encode_record, merge_announcements
 from .redis_guard import RedisGuard
-from .scripts import BEGIN, CLAIM, RELEASE, RETIRE, SNAPSHOT, UPDATE, WRITE, run_script
+from .scripts import BEGIN, CLAIM, RELEASE, RETIRE, SNAPSHOT, UPDATE, WRITE
 
 _LINGER_MARGIN_S = 60.0
 """Added to a block's lifetime before a retired slot is used again: writes under way, expiry that lags."""
@@ -38,18 +38,17 @@ class RedisIndexWriter:
 
     async def pools(self) -> list[str]:
         key = pools_key(self._settings.key_prefix)
-        client = self._guard.client
-        raw = await self._guard.call(lambda: client.execute_command("ZRANGE", key, 0, -1))
+        raw = await self._guard.execute("ZRANGE", key, 0, -1)
         return [name.decode("utf-8", "surrogatepass") for name in raw]
 
     async def announced(self, pool: str) -> dict[str, ReplicaRecord]:
         layout = self._layout(pool)
         fields = await self._hash(layout.announced)
-        seconds, _ = await self._guard.call(lambda: self._guard.client.time())
+        seconds, _ = await self._guard.execute("TIME")
         live = [
             value
             for name, value in sorted(fields.items())
-            if name.startswith(b"l") and int(fields.get(b"u" + name[1:], b"0")) > seconds * 1000
+            if name.startswith(b"l") and int(fields.get(b"u" + name[1:], b"0")) > int(seconds) * 1000
         ]
         return merge_announcements(live)
 
@@ -137,7 +136,7 @@ class RedisIndexWriter:
 
     async def load_snapshot(self, pool: str, replica_id: str) -> bytes | None:
         key = self._layout(pool).snapshot(replica_id)
-        blob: bytes | None = await self._guard.call(lambda: self._guard.client.execute_command("GET", key))
+        blob: bytes | None = await self._guard.execute("GET", key)
         return blob
 
     async def close(self) -> None:
@@ -166,12 +165,10 @@ class RedisIndexWriter:
         return {batch[number - 1].record.replica_id for number in refused}
 
     async def _hash(self, key: bytes) -> dict[bytes, bytes]:
-        client = self._guard.client
-        return as_fields(await self._guard.call(lambda: client.execute_command("HGETALL", key)))
+        return as_fields(await self._guard.execute("HGETALL", key))
 
     async def _script(self, script: str, keys: list[bytes], args: list[Any]) -> Any:
-        client = self._guard.client
-        return await self._guard.call(lambda: run_script(client, script, keys, args))
+        return await self._guard.run_script(script, keys, args)
 
 
 def _part(write: BlockWrite, blocks: bytes) -> BlockWrite:

@@ -9,6 +9,7 @@ Masks are little-endian strings: slot s is bit ``s % 8`` of byte ``s // 8``.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from redis.exceptions import NoScriptError
@@ -243,32 +244,34 @@ return refused
 """
 )
 
-# KEYS 1 the placements' base; ARGV: replica tag, lifetime s, most entries a key, packed hashes
+# KEYS 1 the placements' base; ARGV: most entries a key, then for each placement: replica tag, lifetime s, packed hashes
 PLACE = (
     _COMMON
     + """
-local tag, ttl, cap, hashes = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
-local now = floor(now_ms() / 1000)
+local cap, now = tonumber(ARGV[1]), floor(now_ms() / 1000)
 local function le32(n)
   return char(n % 256, floor(n / 256) % 256, floor(n / 65536) % 256, floor(n / 16777216) % 256)
 end
-local mine, memo = tag .. le32(now + ttl), {}
-for j = 1, #hashes, 8 do
-  local k = KEYS[1] .. sub(hashes, j, j + 7)
-  local old = call('GET', k) or ''
-  local new = memo[old]
-  if not new then
-    local out = {mine}
-    for i = 1, #old, 8 do
-      local b1, b2, b3, b4 = byte(old, i + 4, i + 7)
-      if #out < cap and sub(old, i, i + 3) ~= tag and b1 + b2 * 256 + b3 * 65536 + b4 * 16777216 > now then
-        out[#out + 1] = sub(old, i, i + 7)
+for at = 2, #ARGV, 3 do
+  local tag, ttl, hashes = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+  local mine, memo = tag .. le32(now + ttl), {}
+  for j = 1, #hashes, 8 do
+    local k = KEYS[1] .. sub(hashes, j, j + 7)
+    local old = call('GET', k) or ''
+    local new = memo[old]
+    if not new then
+      local out = {mine}
+      for i = 1, #old, 8 do
+        local b1, b2, b3, b4 = byte(old, i + 4, i + 7)
+        if #out < cap and sub(old, i, i + 3) ~= tag and b1 + b2 * 256 + b3 * 65536 + b4 * 16777216 > now then
+          out[#out + 1] = sub(old, i, i + 7)
+        end
       end
+      new = table.concat(out)
+      memo[old] = new
     end
-    new = table.concat(out)
-    memo[old] = new
+    call('SET', k, new, 'EX', ttl)
   end
-  call('SET', k, new, 'EX', ttl)
 end
 return 'ok'
 """
@@ -326,12 +329,14 @@ return 'ok'
 _SHA: dict[str, str] = {}
 
 
-async def run_script(client: Any, script: str, keys: list[bytes], args: list[Any]) -> Any:
+async def run_script(
+    execute: Callable[..., Awaitable[Any]], script: str, keys: Sequence[bytes], args: Sequence[Any]
+) -> Any:
     """EVALSHA, and EVAL where the server does not know the script yet (a restart, a failover)."""
     sha = _SHA.get(script)
     if sha is None:
         sha = _SHA[script] = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
     try:
-        return await client.execute_command("EVALSHA", sha, len(keys), *keys, *args)
+        return await execute("EVALSHA", sha, len(keys), *keys, *args)
     except NoScriptError:
-        return await client.execute_command("EVAL", script, len(keys), *keys, *args)
+        return await execute("EVAL", script, len(keys), *keys, *args)

@@ -121,7 +121,8 @@ async def test_lower_tiers_do_not_count_as_gpu(index: Any) -> None:
 async def test_placements_are_shared_between_gateways(index: Any) -> None:
     writer, mine, other = index.writer(), index.reader("a"), index.reader("b")
     await start(writer)
-    await mine.place(POOL, NAMES[3], CHAIN[:500], 30.0)
+    mine.place(POOL, NAMES[3], CHAIN[:500], 30.0)
+    await mine.placed()
     found = await other.lookup(POOL, CHAIN[:600])
     assert found.matches == {} and found.recent == {NAMES[3]: 497}  # rounded down to a canonical position
     assert (await other.lookup(POOL, CHAIN[:16])).recent == {NAMES[3]: 16}
@@ -172,7 +173,7 @@ async def test_a_pool_that_no_indexer_tends_is_stale(settings: Any) -> None:
     fleet = await start(writer)
     await write(writer, fleet[NAMES[0]], CHAIN[:9])
     assert (await reader.lookup(POOL, CHAIN[:9])).roster[NAMES[0]].knowledge == "exact"
-    await writer._guard.client.delete(writer._layout(POOL).alive)
+    await writer._guard.execute("DEL", writer._layout(POOL).alive)
     found = await reader.lookup(POOL, CHAIN[:9])
     assert found.matches == {NAMES[0]: 9} and found.roster[NAMES[0]].knowledge == "stale"
     assert (await reader.roster(POOL))[NAMES[0]].note == "no indexer follows its events"

@@ -50,7 +50,8 @@ async def test_the_index_over_tls_on_redis_seven(tmp_path: Path) -> None:
         claim = await writer.claim("p", "ix", {"r": 0}, 60)
         record = await writer.begin_incarnation("p", ReplicaRecord("r", "r"), claim.claimed["r"])
         await writer.apply("p", [BlockWrite(record, claim.claimed["r"], True, pack_hashes([1, 2, 3]))])
-        await reader.place("p", "r", [1, 2, 3], 30)
+        reader.place("p", "r", [1, 2, 3], 30)
+        await reader.placed()
         found = await reader.lookup("p", [1, 2, 3, 4])
         assert found.matches == {"r": 3} and found.recent == {"r": 2}
         await reader.close()
