@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
+
+from .policy.base import Candidate
 
 RECEIPT_HEADER = "x-prefix-router"
 """Response header that carries the receipt in one line."""
@@ -23,25 +26,7 @@ class Source(StrEnum):
     """Load alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateView:
-    """One candidate as the policy saw it. Tokens are counts; `cost` is in seconds of prefill, None where unused."""
-
-    replica_id: str
-    match_tokens: int = 0
-    """Leading prompt tokens that the replica is expected to serve from its cache (engine rule applied: at most
-    prompt - 1)."""
-    recent_tokens: int = 0
-    """Leading tokens that were placed there recently, exact or not."""
-    requests: int = 0
-    pending_prefill_tokens: int = 0
-    active_tokens: int = 0
-    knowledge: str = "none"
-    cost: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True):
     """The record of one decision. Holds hashes' counts and names only: no prompt text, no token ids."""
 
     request_id: str
@@ -55,8 +40,11 @@ class Receipt:
     """0 where the prompt's tokens are not known."""
     blocks: int = 0
     match_tokens: int = 0
-    candidates: tuple[CandidateView, ...] = ()
-    timings_ms: Mapping[str, float] = field(default_factory=dict)
+    candidates: tuple[Candidate, ...] = ()
+    """The candidates as the policy saw them."""
+    costs: tuple[float, ...] = ()
+    """Cost of each candidate in seconds of prefill; empty where the policy has none."""
+    timings_ms: Mapping[str, float] = {}
     """Stage ("encode", "hash", "lookup", "policy", "total") -> milliseconds."""
     tokens_by: str = ""
     """Who produced the token ids, see EncodedPrompt.source."""
@@ -82,8 +70,7 @@ class Receipt:
         return "; ".join(items)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Where to send the request, with the next best replicas behind it in order of cost."""
 
     replica_id: str

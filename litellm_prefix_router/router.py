@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Protocol
 
-from .decision import CandidateView, Decision, Receipt, Source
+import msgspec
+
+from .decision import Decision, Receipt, Source
 from .fleet.confidence import ConfidenceTracker
 from .fleet.ledger import LoadLedger
 from .fleet.placements import PlacementMemory
@@ -117,7 +118,7 @@ class PrefixRouter:
             prefill_tokens=uncached,
             active_tokens=decision.receipt.prompt_tokens,
         )
-        return replace(decision, replica_id=replica_id, reservation=key, queued_tokens=0)
+        return msgspec.structs.replace(decision, replica_id=replica_id, reservation=key, queued_tokens=0)
 
     def released(self, decision: Decision) -> None:
         """The request no longer loads its replica; `finished` may still follow. Harmless when repeated."""
@@ -222,11 +223,10 @@ class PrefixRouter:
         )
         costs = ranking.costs
         best = candidates[ranking.order[0]]
-        knowledge = known.level_of(best.replica_id)
-        if source is Source.EXACT and knowledge != "exact":
+        if source is Source.EXACT and best.knowledge != "exact":
             # what its indexer itself does not vouch for must not be called exact
             source = Source.APPROXIMATE
-            known.failed("replica_without_events" if knowledge == "none" else f"replica_{knowledge}")
+            known.failed("replica_without_events" if best.knowledge == "none" else f"replica_{best.knowledge}")
         credit = int(best.credit({}))
         uncached = max(known.prompt_tokens - credit, 1)
         now = self._clock()
@@ -243,10 +243,8 @@ class PrefixRouter:
             blocks=len(known.blocks),
             match_tokens=best.match_tokens,
             token_credit=credit,
-            candidates=tuple(
-                self._view(known, candidate, None if costs is None else costs[i])
-                for i, candidate in enumerate(candidates)
-            ),
+            candidates=tuple(candidates),
+            costs=tuple(costs or ()),
             timings_ms=known.timings_ms,
             tokens_by=known.tokens_by,
             note=known.note,
@@ -267,15 +265,16 @@ class PrefixRouter:
     def _candidates(self, pool: Pool | None, names: Sequence[str], known: Knowledge) -> list[Candidate]:
         lookup = known.lookup
         others = lookup.loads if lookup is not None else self._last_others(known)
-        return [
-            self._candidate(pool, name, known, self.ledger.load(name) + others.get(name, ReplicaLoad()))
-            for name in names
-        ]
+        candidates = []
+        for name in names:
+            mine, theirs = self.ledger.load(name), others.get(name)
+            load = mine if theirs is None else mine + theirs
+            candidates.append(self._candidate(pool, name, known, load))
+        return candidates
 
     def _candidate(self, pool: Pool | None, name: str, known: Knowledge, load: ReplicaLoad) -> Candidate:
-        lookup = known.lookup
+        lookup, unit, prompt_tokens = known.lookup, known.chain_unit_tokens, known.prompt_tokens
         knowledge = known.level_of(name)
-        unit = known.chain_unit_tokens
         followed = knowledge != "none"
         # without events the memory of what was sent there has to do, for longer
         age_s = self.settings.placement_ttl_s if followed else self.settings.approximate_ttl_s
@@ -286,16 +285,15 @@ class PrefixRouter:
             recent = max(recent, lookup.recent.get(name, 0))
             if followed:
                 match = lookup.matches.get(name, 0)
-                lower = {
-                    tier: served_from_cache(held.get(name, 0), unit, known.prompt_tokens)
-                    for tier, held in lookup.lower.items()
-                }
+                for tier, held in lookup.lower.items():
+                    lower[tier] = served_from_cache(held.get(name, 0), unit, prompt_tokens)
         replica = pool.replicas.get(name) if pool is not None else None
         return Candidate(
             replica_id=name,
-            match_tokens=served_from_cache(match, unit, known.prompt_tokens),
-            recent_tokens=served_from_cache(recent, unit, known.prompt_tokens),
+            match_tokens=served_from_cache(match, unit, prompt_tokens) if match else 0,
+            recent_tokens=served_from_cache(recent, unit, prompt_tokens) if recent else 0,
             lower_tokens=lower,
+            knowledge=knowledge,
             confidence=self.confidence.of(name, knowledge),
             requests=load.requests,
             pending_prefill_tokens=load.prefill_tokens,
@@ -308,7 +306,7 @@ class PrefixRouter:
         """The best rung of the ladder that this knowledge reaches, and the policy that decides there."""
         if not self.policy.uses_prefix:
             return Source.LEAST_LOAD, self.policy
-        followed = any(known.level_of(c.replica_id) != "none" for c in candidates)
+        followed = any(c.knowledge != "none" for c in candidates)
         if known.tokens_by and followed:
             return Source.EXACT, self.policy
         if known.tokens_by and known.lookup is not None:
@@ -323,18 +321,6 @@ class PrefixRouter:
         """The other gateways' loads as last read, while their lease would still hold."""
         when, loads = self._others.get(known.cache_name, (float("-inf"), {}))
         return loads if self._clock() - when <= self.settings.load_lease_s else {}
-
-    def _view(self, known: Knowledge, c: Candidate, cost: float | None) -> CandidateView:
-        return CandidateView(
-            replica_id=c.replica_id,
-            match_tokens=c.match_tokens,
-            recent_tokens=c.recent_tokens,
-            requests=c.requests,
-            pending_prefill_tokens=c.pending_prefill_tokens,
-            active_tokens=c.active_tokens,
-            knowledge=known.level_of(c.replica_id),
-            cost=cost,
-        )
 
     def _remember(self, pool: Pool | None, choice: str, known: Knowledge) -> None:
         if pool is None or not known.chain:

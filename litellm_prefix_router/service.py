@@ -109,7 +109,7 @@ class RouterService:
             for replica in pool.replicas.values():
                 if not replica.facts.reachable and replica.address in facts:
                     replica.facts = facts[replica.address]
-            pool.spread_ranks()
+            pool.learned()
             self.encoders.equip(pool)
         gone = before.keys() - {r for pool in pools.values() for r in pool.replicas}
         for replica_id in gone:
@@ -151,7 +151,7 @@ class RouterService:
                             if facts.reachable:
                                 replica.facts = facts
                     for pool in self.fleet.pools.values():
-                        pool.spread_ranks()
+                        pool.learned()
                         self.encoders.equip(pool)
                         self._tell(pool)
                 await asyncio.sleep(0.2)

@@ -46,8 +46,15 @@ class Pool:
     encoder_problem: str | None = None
     """Why there is no encoder, for people."""
     sequence: itertools.count[int] = field(default_factory=itertools.count)
+    _cache_name: str | None = None
+    _block_size: int | None = None
 
-    def spread_ranks(self) -> None:
+    def learned(self) -> None:
+        """Take in what replicas have said: call after their facts changed."""
+        self._spread_ranks()
+        self._cache_name = self._block_size = None
+
+    def _spread_ranks(self) -> None:
         """Turn each replica that turned out to have several data-parallel ranks into one replica a rank: every rank
         has a cache of its own. Ids become "<address>#<rank>"."""
         if not any(r.facts.dp_ranks > 1 and r.replica_id == r.address for r in self.replicas.values()):
@@ -82,19 +89,25 @@ class Pool:
     def lora_modules(self) -> frozenset[str]:
         return frozenset(self.settings.lora_modules) | frozenset(self.facts.lora_modules)
 
+    # Both count over all replicas, and each decision asks: kept until the facts change.
+
     @property
     def cache_name(self) -> str:
         """Name under which the pool's blocks are indexed."""
-        facts, model = self.facts, self.model
-        return facts.base_model if facts.base_model and model in (*facts.aliases, *facts.lora_modules) else model
+        if self._cache_name is None:
+            facts, model = self.facts, self.model
+            known = model in (*facts.aliases, *facts.lora_modules)
+            self._cache_name = facts.base_model if facts.base_model and known else model
+        return self._cache_name
 
     @property
     def block_size(self) -> int:
         """Tokens a block: the setting, else what most replicas report, else vLLM's default."""
-        if self.settings.block_size:
-            return self.settings.block_size
-        reported = Counter(r.facts.block_size for r in self.replicas.values() if r.facts.block_size)
-        return reported.most_common(1)[0][0] if reported else DEFAULT_BLOCK_SIZE
+        if self._block_size is None:
+            reported = Counter(r.facts.block_size for r in self.replicas.values() if r.facts.block_size)
+            usual = reported.most_common(1)[0][0] if reported else DEFAULT_BLOCK_SIZE
+            self._block_size = self.settings.block_size or usual
+        return self._block_size
 
     def describe_problems(self) -> Iterable[str]:
         """One line for each thing that keeps a replica from exact routing, by what the replicas say."""

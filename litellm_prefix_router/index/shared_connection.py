@@ -28,7 +28,7 @@ class SharedConnection:
     def __init__(self, client: Any) -> None:
         self._client = client
         # a Cluster's client has no pool of its own: it sends each command to the node that it belongs to
-        self._pool = getattr(client, "connection_pool", None)
+        self._pool: Any = getattr(client, "connection_pool", None)
         self._link: _Link | None = None
         self._opening: asyncio.Task[_Link] | None = None
 

@@ -5,13 +5,13 @@ that it is given, so that every decision can be explained, replayed offline and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+
+class Candidate(msgspec.Struct, frozen=True):
     """One replica that may serve the request. All sizes are in tokens."""
 
     replica_id: str
@@ -19,8 +19,10 @@ class Candidate:
     """Leading prompt tokens that its cache holds, by the engine's own events."""
     recent_tokens: int = 0
     """Leading prompt tokens that were placed there within the placement lifetime; being computed or cached by now."""
-    lower_tokens: Mapping[str, int] = field(default_factory=dict)
+    lower_tokens: Mapping[str, int] = {}
     """Tier ("cpu", "storage") -> leading tokens held by that tier or a faster one."""
+    knowledge: str = "none"
+    """How it is known: "exact", "degraded", "stale", or "none" without events."""
     confidence: float = 1.0
     """How far `match_tokens` can be believed, 0 to 1."""
     requests: int = 0
@@ -43,8 +45,7 @@ class Candidate:
         return best
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyInput:
+class PolicyInput(msgspec.Struct, frozen=True):
     """One request with its candidates, and everything else a policy may look at."""
 
     candidates: Sequence[Candidate]
@@ -57,13 +58,12 @@ class PolicyInput:
     """Counts the decisions of this gateway for the pool (round robin needs it)."""
     backlog_weight: float = 2.0
     backlog_weight_max: float = 20.0
-    tier_credit: Mapping[str, float] = field(default_factory=lambda: {"cpu": 0.8, "storage": 0.4})
+    tier_credit: Mapping[str, float] = msgspec.field(default_factory=lambda: {"cpu": 0.8, "storage": 0.4})
     load_bound: float = 1.25
     """Consistent hashing passes over a replica whose load exceeds this times the mean."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(msgspec.Struct, frozen=True):
     """Indices into the candidates, best first, and each candidate's cost (same order as the candidates)."""
 
     order: Sequence[int]
