@@ -45,6 +45,11 @@ class Knowledge:
             return "none"
         return "none" if record.block_size and record.block_size != self.block_size else record.knowledge
 
+    def life_of(self, replica_id: str) -> int:
+        """Incarnation of the replica's cache, 0 where it has no record."""
+        record = self.lookup.roster.get(replica_id) if self.lookup is not None else None
+        return record.incarnation if record is not None else 0
+
     @property
     def prefix_key(self) -> int | None:
         """Hash of the prompt's beginning, None where the prompt is too short or unknown."""

@@ -65,7 +65,7 @@ class PrefixRouter:
         self.ledger = LoadLedger(clock, settings.reservation_ttl_s)
         self.placements = PlacementMemory(clock)
         self.rates = PrefillRates(settings.prefill_tokens_per_s)
-        self.confidence = ConfidenceTracker()
+        self.confidence = ConfidenceTracker(clock)
         self.policy: Policy = policy_named(settings.policy)
         self._index = index
         self._observer = observer
@@ -294,7 +294,7 @@ class PrefixRouter:
             recent_tokens=served_from_cache(recent, unit, prompt_tokens) if recent else 0,
             lower_tokens=lower,
             knowledge=knowledge,
-            confidence=self.confidence.of(name, knowledge),
+            confidence=self.confidence.of(name, knowledge, known.life_of(name)),
             requests=load.requests,
             pending_prefill_tokens=load.prefill_tokens,
             active_tokens=load.active_tokens,

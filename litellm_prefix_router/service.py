@@ -23,6 +23,7 @@ from . import __version__
 from .background import BackgroundLoop
 from .decision import Decision
 from .encoders import EncoderShelf
+from .fleet.confidence import CONFIDENCE
 from .fleet.discovery import ask_replica
 from .fleet.pool import Fleet, Pool, Replica
 from .index import open_reader
@@ -79,6 +80,8 @@ class RouterService:
         self._started = False
         self._started_at = time.time()
         self._told: set[str] = set()
+        self._asked: dict[str, float] = {}
+        """Replica address -> when it was asked last what it is."""
 
     def start(self) -> None:
         """Begin background work. Harmless when repeated."""
@@ -100,6 +103,17 @@ class RouterService:
         self._background.stop()
         self.encoders.close()
         self._started = False
+
+    @property
+    def warming(self) -> bool:
+        """Whether a replica has yet to be asked what it is, or a tokenizer is being loaded: until that is over, a
+        gateway that starts had better leave requests to others. Replicas that do not answer keep nobody waiting."""
+        pools = self.fleet.pools.values()
+        return any(
+            any(replica.address not in self._asked for replica in pool.replicas.values())
+            or (pool.encoder is not None and pool.encoder.state == "loading")
+            for pool in pools
+        )
 
     def set_pools(self, pools: Mapping[str, Pool]) -> None:
         """Replace the pools; what is known of replicas that stay is kept."""
@@ -133,7 +147,6 @@ class RouterService:
 
     async def _discover(self) -> None:
         """Ask every replica what it is; again soon while one has not answered, and now and then later."""
-        asked: dict[str, float] = {}
         async with httpx.AsyncClient() as client:
             while True:
                 now = time.monotonic()
@@ -141,12 +154,11 @@ class RouterService:
                 for pool in self.fleet.pools.values():
                     for replica in pool.replicas.values():
                         wait_s = REDISCOVER_S if replica.facts.reachable else RETRY_DISCOVERY_S
-                        if now - asked.get(replica.address, float("-inf")) >= wait_s:
+                        if now - self._asked.get(replica.address, float("-inf")) >= wait_s:
                             due.setdefault(replica.address, []).append(replica)
                 if due:
                     answers = await asyncio.gather(*(ask_replica(client, address) for address in due))
-                    for (address, replicas), facts in zip(due.items(), answers, strict=True):
-                        asked[address] = time.monotonic()
+                    for replicas, facts in zip(due.values(), answers, strict=True):
                         for replica in replicas:
                             if facts.reachable:
                                 replica.facts = facts
@@ -154,6 +166,7 @@ class RouterService:
                         pool.learned()
                         self.encoders.equip(pool)
                         self._tell(pool)
+                    self._asked.update(dict.fromkeys(due, time.monotonic()))
                 await asyncio.sleep(0.2)
 
     def _tell(self, pool: Pool) -> None:
@@ -168,7 +181,8 @@ class RouterService:
         announced: dict[str, list[ReplicaRecord]] = {}
         last = float("-inf")
         while True:
-            wanted = {name: [_record(r) for r in replicas] for name, replicas in self.fleet.by_cache_name().items()}
+            served = self.fleet.by_cache_name()
+            wanted = {name: [self._record(r) for r in replicas] for name, replicas in served.items()}
             if wanted != announced or time.monotonic() - last > self.settings.announce_ttl_s / 3:
                 try:
                     for name in announced.keys() - wanted.keys():
@@ -180,9 +194,22 @@ class RouterService:
                     pass  # tried again below; decisions report it
             await asyncio.sleep(0.2)
 
+    def _record(self, replica: Replica) -> ReplicaRecord:
+        return ReplicaRecord(
+            replica_id=replica.replica_id,
+            address=replica.address,
+            dp_rank=replica.dp_rank,
+            events=replica.events,
+            replay=replica.replay,
+            doubted_at=self.router.confidence.doubted_at(replica.replica_id),
+        )
+
     async def _publish_state(self) -> None:
-        """Say how this gateway is, for `prefix-router status`."""
+        """Say how this gateway is, for `prefix-router status` and in the metrics."""
         while True:
+            for replica_id in {r for pool in self.fleet.pools.values() for r in pool.replicas}:
+                level = self.router.confidence.current(replica_id)
+                process_metrics().believed(replica_id, CONFIDENCE[level])
             try:
                 await self._reader().publish_state(self.gateway_id, json.dumps(self.state()).encode(), STATE_TTL_S)
             except IndexUnavailable:
@@ -191,6 +218,7 @@ class RouterService:
 
     def state(self) -> dict[str, object]:
         """This gateway for people and programs: pools, decisions so far, load; no prompt, no token ids."""
+        confidence = self.router.confidence
         return {
             "gateway": self.gateway_id,
             "version": __version__,
@@ -208,8 +236,10 @@ class RouterService:
                 for pool in self.fleet.pools.values()
             },
             "decisions": self.tally.as_dict(),
-            "mismatch": {
-                r: round(self.router.confidence.mismatch(r), 3) for p in self.fleet.pools.values() for r in p.replicas
+            "confidence": {
+                r: {"level": confidence.current(r), "mismatch": round(confidence.mismatch(r), 3)}
+                for p in self.fleet.pools.values()
+                for r in p.replicas
             },
             "expired_reservations": self.router.ledger.expired,
             "loads": {name: [load.requests, load.prefill_tokens] for name, load in self.router.ledger.loads().items()},
@@ -237,16 +267,6 @@ class RouterService:
             for work in self.every_tick:
                 work()
             await asyncio.sleep(TICK_S)
-
-
-def _record(replica: Replica) -> ReplicaRecord:
-    return ReplicaRecord(
-        replica_id=replica.replica_id,
-        address=replica.address,
-        dp_rank=replica.dp_rank,
-        events=replica.events,
-        replay=replica.replay,
-    )
 
 
 async def _forever(work: Callable[[], Awaitable[None]]) -> None:

@@ -18,7 +18,10 @@ class Remove(msgspec.Struct, frozen=True):
 
 
 class NewIncarnation(msgspec.Struct, frozen=True):
-    """All that was written about this rank is void. `reason`: "start", "restart", "gap", "cleared", "capacity"."""
+    """All that was written about this rank is void.
+
+    `reason`: "start", "restart", "gap", "cleared", "capacity" or "distrusted".
+    """
 
     reason: str
 

@@ -74,7 +74,8 @@ class Tracker:
         self.complete = True
         """This life was followed from its first frame (or its last clearing) on."""
         self.counts: Counter[str] = Counter()
-        """frames, stored, removed, repeats, gaps, restarts, unanchored, duplicates, unknown_removed, and skips."""
+        """frames, stored, removed, repeats, gaps, restarts, distrusted, unanchored, duplicates, unknown_removed, and
+        skips."""
         self._max_blocks = max_blocks
         self._replaying = False
         self._unproven = False
@@ -173,6 +174,19 @@ class Tracker:
         self._forget("restart")
         if self.can_replay:
             self._ask(prove=False)
+        return self._take()
+
+    def distrusted(self) -> list[Output]:
+        """What the engine does contradicts what is known of it: begin anew with what it can replay."""
+        if self._replaying:
+            return []
+        self.counts["distrusted"] += 1
+        self._begin("distrusted")
+        self.last = -1
+        if self.can_replay:
+            self._ask(prove=False)
+        else:
+            self.complete = False
         return self._take()
 
     def snapshot(self) -> bytes | None:

@@ -42,6 +42,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Blocks of its GPU memory that the index holds."""
     note: str | None = None
     """Why knowledge is not exact, for people."""
+    doubted_at: float = 0.0
+    """Unix time at which a gateway found that responses contradict the index; the indexer then reads anew."""
     epoch: str = ""
     """Which life of the roster the slot belongs to; filled in by the index."""
 

@@ -57,8 +57,10 @@ def merge_announcements(lists: Iterable[bytes]) -> dict[str, ReplicaRecord]:
             continue
         for record in records:
             known = merged.get(record.replica_id)
+            doubted_at = max(record.doubted_at, known.doubted_at if known is not None else 0.0)
             if known is None or (known.events is None and record.events is not None):
-                merged[record.replica_id] = record
+                known = record
+            merged[record.replica_id] = msgspec.structs.replace(known, doubted_at=doubted_at)
     return merged
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from ..decision import Receipt
 
@@ -41,6 +41,19 @@ class Metrics:
                 "prefix_router_decision_seconds", "Decision time by stage.", ["stage"], buckets=_FAST, registry=registry
             )
         )
+
+        self._confidence = _Children(
+            Gauge(
+                "prefix_router_confidence",
+                "How far a replica's index is believed, 0 to 1, by its indexer and by what responses reported.",
+                ["replica"],
+                registry=registry,
+            )
+        )
+
+    def believed(self, replica_id: str, confidence: float) -> None:
+        """How far the replica's index is believed now."""
+        self._confidence[replica_id,].set(confidence)
 
     def decided(self, receipt: Receipt) -> None:
         pool = receipt.pool

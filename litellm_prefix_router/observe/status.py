@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..fleet.confidence import CONFIDENCE
 from ..index.contract import IndexReader, IndexUnavailable, ReplicaRecord
 
 
@@ -71,6 +72,9 @@ async def read_status(reader: IndexReader, where: str) -> Status:
     except IndexUnavailable as error:
         status.problems.append(f"the index cannot be reached: {error}")
         return status
+    for gateway in status.gateways:
+        for replica in status.replicas:
+            _lower(replica, gateway)
     status.indexers = sorted({r.indexer for r in status.replicas if r.indexer})
     status.problems = _problems(status)
     return status
@@ -90,6 +94,15 @@ def _replica(pool: str, record: ReplicaRecord, load: Any) -> ReplicaStatus:
         requests=load.requests if load is not None else 0,
         pending_prefill_tokens=load.prefill_tokens if load is not None else 0,
     )
+
+
+def _lower(replica: ReplicaStatus, gateway: Mapping[str, Any]) -> None:
+    """Knowledge is what the gateways make of it: responses may have contradicted the index."""
+    seen = gateway.get("confidence", {}).get(replica.replica)
+    if seen is None or not seen["mismatch"] or CONFIDENCE[seen["level"]] >= CONFIDENCE[replica.knowledge]:
+        return
+    replica.knowledge = seen["level"]
+    replica.note = f"{seen['mismatch']:.0%} of the latest responses reported other cached tokens than predicted"
 
 
 def _problems(status: Status) -> list[str]:

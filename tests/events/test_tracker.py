@@ -180,6 +180,29 @@ def test_a_gap_is_filled_by_replay_in_order() -> None:
     assert index.reasons == ["start"] and tracker.complete
 
 
+def test_a_distrusted_engine_is_read_anew() -> None:
+    frames = [batch(stored([at], tokens(at, 1)), ts=float(at)) for at in range(6)]
+    tracker, index = begun(can_replay=True)
+    index.take(tracker.replay_ended())
+    for seq in range(5):
+        index.take(tracker.receive(seq, frames[seq]))
+    index.take(tracker.distrusted())
+    assert index.gpu == set() and index.reasons == ["start", "distrusted"] and index.asked == [0, 0]
+    index.take(tracker.distrusted())  # once is enough
+    index.take(tracker.receive(5, frames[5]))
+    for seq in range(2, 6):  # all that its buffer still has
+        index.take(tracker.replayed(seq, frames[seq]))
+    index.take(tracker.replay_ended())
+    assert index.gpu == {block for at in range(2, 6) for block in ours(tokens(at, 1))}
+    assert not tracker.complete
+
+    blind, index = begun()
+    index.take(blind.receive(0, frames[0]))
+    index.take(blind.distrusted())
+    index.take(blind.receive(1, frames[1]))
+    assert index.gpu == set(ours(tokens(1, 1))) and not blind.complete
+
+
 def test_a_restart_that_looks_like_a_gap() -> None:
     tracker, index = begun(can_replay=True)
     index.take(tracker.replay_ended())
@@ -312,6 +335,10 @@ class EngineAndTracker(RuleBasedStateMachine):
         self.notice_in = notice_in
         if not notice_in:
             self.take(self.tracker.reconnected())
+
+    @rule()
+    def distrust(self) -> None:
+        self.take(self.tracker.distrusted())
 
     @precondition(lambda self: self.wire)
     @rule()
