@@ -22,6 +22,12 @@ local function now_ms()
   return tonumber(t[1]) * 1000 + floor(tonumber(t[2]) / 1000)
 end
 local function int(n) return string.format('%.0f', n) end
+local CHUNK = 512  -- bytes of hashes: one MGET for 64 keys costs what two GETs cost
+local function keys_of(p, hashes, first)
+  local keys = {}
+  for j = first, math.min(first + CHUNK - 1, #hashes), 8 do keys[#keys + 1] = p .. sub(hashes, j, j + 7) end
+  return keys
+end
 local function with_bit(m, slot, on)
   local at, b = floor(slot / 8) + 1, bit.lshift(1, slot % 8)
   if #m < at then m = m .. rep('\\0', at - #m) end
@@ -213,30 +219,21 @@ for i = 3, #ARGV, 7 do
     refused[#refused + 1] = (i - 3) / 7 + 1
   else
     local p, memo, single = base .. ARGV[i + 1] .. raw_epoch, {}, rep('\\0', at - 1) .. char(b)
-    if on then
-      if ARGV[i + 1] ~= 'b' then call('HSET', KEYS[3], '@t' .. ARGV[i + 1], '1') end
-      local known = false  -- neighbours are known or new together: guess by the one before, save a command
-      for j = 1, #hashes, 8 do
-        local k = p .. sub(hashes, j, j + 7)
-        local old = known and call('GET', k)
-        if old or not call('SET', k, single, 'EX', ttl, 'NX') then
-          known = true
-          old = old or call('GET', k)
-          local new = memo[old]
+    if on and ARGV[i + 1] ~= 'b' then call('HSET', KEYS[3], '@t' .. ARGV[i + 1], '1') end
+    for first = 1, #hashes, CHUNK do
+      local keys, gone = keys_of(p, hashes, first), {}
+      for n, old in ipairs(call('MGET', unpack(keys))) do
+        if on then
+          local new = old and memo[old] or not old and single
           if not new then new = renew(old, at, b, true) memo[old] = new end
-          call('SET', k, new, 'EX', ttl)
-        else known = false end
-      end
-    else
-      for j = 1, #hashes, 8 do
-        local k = p .. sub(hashes, j, j + 7)
-        local old = call('GET', k)
-        if old then
+          call('SETEX', keys[n], ttl, new)
+        elseif old then
           local new = memo[old]
           if not new then new = renew(old, at, b, false) memo[old] = new end
-          if new == '' then call('DEL', k) elseif new ~= old then call('SET', k, new, 'KEEPTTL') end
+          if new == '' then gone[#gone + 1] = keys[n] elseif new ~= old then call('SET', keys[n], new, 'KEEPTTL') end
         end
       end
+      if #gone > 0 then call('DEL', unpack(gone)) end
     end
   end
 end
@@ -253,24 +250,25 @@ local function le32(n)
   return char(n % 256, floor(n / 256) % 256, floor(n / 65536) % 256, floor(n / 16777216) % 256)
 end
 for at = 2, #ARGV, 3 do
-  local tag, ttl, hashes = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+  local tag, ttl, hashes = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   local mine, memo = tag .. le32(now + ttl), {}
-  for j = 1, #hashes, 8 do
-    local k = KEYS[1] .. sub(hashes, j, j + 7)
-    local old = call('GET', k) or ''
-    local new = memo[old]
-    if not new then
-      local out = {mine}
-      for i = 1, #old, 8 do
-        local b1, b2, b3, b4 = byte(old, i + 4, i + 7)
-        if #out < cap and sub(old, i, i + 3) ~= tag and b1 + b2 * 256 + b3 * 65536 + b4 * 16777216 > now then
-          out[#out + 1] = sub(old, i, i + 7)
+  for first = 1, #hashes, CHUNK do
+    local keys = keys_of(KEYS[1], hashes, first)
+    for n, old in ipairs(call('MGET', unpack(keys))) do
+      local new = old and memo[old] or not old and mine
+      if not new then
+        local out = {mine}
+        for i = 1, #old, 8 do
+          local b1, b2, b3, b4 = byte(old, i + 4, i + 7)
+          if #out < cap and sub(old, i, i + 3) ~= tag and b1 + b2 * 256 + b3 * 65536 + b4 * 16777216 > now then
+            out[#out + 1] = sub(old, i, i + 7)
+          end
         end
+        new = table.concat(out)
+        memo[old] = new
       end
-      new = table.concat(out)
-      memo[old] = new
+      call('SETEX', keys[n], ttl, new)
     end
-    call('SET', k, new, 'EX', ttl)
   end
 end
 return 'ok'

@@ -278,8 +278,8 @@ async def test_every_kind_of_url_makes_a_client() -> None:
 async def test_an_acl_user_with_the_documented_rights(own_server: Any) -> None:
     admin = own_server.client()
     admin.execute_command(
-        "ACL", "SETUSER", "router", "on", ">pw", "~acl*", "resetchannels", "-@all", "+mget", "+get", "+set", "+del",
-        "+expire", "+pexpire", "+hget", "+hset", "+hdel", "+hgetall", "+hincrby", "+zadd", "+zrange",
+        "ACL", "SETUSER", "router", "on", ">pw", "~acl*", "resetchannels", "-@all", "+mget", "+get", "+set", "+setex",
+        "+del", "+expire", "+pexpire", "+hget", "+hset", "+hdel", "+hgetall", "+hincrby", "+zadd", "+zrange",
         "+zremrangebyscore", "+eval", "+evalsha", "+time", "+ping",
     )  # fmt: skip
     url = f"redis://router:pw@127.0.0.1:{own_server.port}/0"
