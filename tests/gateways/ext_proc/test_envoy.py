@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import json
+import time
 
 import pytest
 
@@ -184,6 +186,33 @@ async def test_a_replica_that_is_gone_is_not_chosen(how, echoes, serve, start_en
     if how == "dies":
         await echoes[0].start()
         await until(lambda: server.health.is_up(gone))
+
+
+async def test_a_replica_that_died_a_second_ago_is_not_chosen_without_a_probe(echoes, serve, start_envoy) -> None:
+    """Under load the failed requests themselves tell it, long before the next health check."""
+    options = backends(echoes)
+    server = await serve(**options, health_interval_s=30.0)
+    envoy = await start_envoy([e.endpoint for e in echoes], [server.address])
+    gone = f"http://{echoes[0].endpoint}"
+    died_at = float("inf")
+    late: list[str] = []
+
+    async def load(worker: int) -> None:
+        number = 0
+        while len(late) < 100:
+            number += 1
+            asked_at = time.monotonic()
+            answer = await envoy.post(json=chat(f"{worker} {number} something else each time"))
+            assert answer.status_code == 200  # retried down the list
+            if asked_at > died_at + 1.0:
+                late.append(receipt_of(answer)["replica"])
+
+    workers = asyncio.gather(*(load(worker) for worker in range(4)))
+    await until(lambda: echoes[0].requests > 10)
+    await echoes[0].die()
+    died_at = time.monotonic()
+    await workers
+    assert gone not in late
 
 
 async def test_without_an_audit_the_stream_is_released_at_once(echoes, serve, start_envoy) -> None:

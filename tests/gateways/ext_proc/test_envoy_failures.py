@@ -145,6 +145,54 @@ async def test_the_processor_dies_freezes_and_comes_back_under_load(tmp_path, ec
     assert counters["message_timeouts"] > 0 and counters["failure_mode_allowed"] > 0
 
 
+@pytest.mark.slow
+async def test_a_slow_processor_costs_the_message_timeout_and_no_request(
+    tmp_path, echoes, start_processor, start_envoy
+) -> None:
+    """It answers, but later than Envoy waits: frozen and released in turns, so that some answers are in time."""
+    address = f"unix://{tmp_path}/processor.sock"
+    process = await start_processor(address)
+    (admin,) = free_ports(1)
+    envoy = await start_envoy([e.endpoint for e in echoes], [address], message_timeout_s=TIMEOUT_S, admin_port=admin)
+    load = Load(envoy)
+    await load.chosen_again()
+    chosen = load.chosen
+    target = load.done + 1000
+    while load.done < target:
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2 * TIMEOUT_S)
+        process.send_signal(signal.SIGCONT)
+        await asyncio.sleep(TIMEOUT_S)
+    await load.chosen_again()
+    await load.stop()
+    assert load.failed == []
+    assert load.chosen > chosen + 20
+    stats = (await envoy.client.get(f"http://127.0.0.1:{admin}/stats?filter=ext_proc&format=json")).json()["stats"]
+    timeouts = next(item["value"] for item in stats if item.get("name", "").endswith("message_timeouts"))
+    assert timeouts > 20
+    process.send_signal(signal.SIGTERM)  # answers that came too late hold nothing up
+    assert await asyncio.to_thread(process.wait) == 0
+
+
+@pytest.mark.slow
+async def test_streams_of_minutes_arrive_whole_and_give_their_load_back(echoes, serve, start_envoy) -> None:
+    pool = {"endpoints": [e.endpoint for e in echoes]}
+    server = await serve(pool=pool, top={"redis_url": "memory://long", "embedded_indexer": False})
+    envoy = await start_envoy(pool["endpoints"], [server.address], message_timeout_s=TIMEOUT_S)
+
+    async def listen(number: int) -> None:
+        url = f"{envoy.url}/stream?n=1500&gap_ms=100"
+        async with envoy.client.stream("POST", url, json=chat(f"stream {number}", stream=True)) as answer:
+            events = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: ")]
+        assert [json.loads(e)["n"] for e in events[:-2]] == list(range(1500)) and events[-1] == "[DONE]"
+
+    listeners = [asyncio.create_task(listen(n)) for n in range(8)]
+    await asyncio.sleep(120)
+    assert sum(load.requests for load in server.service.router.ledger.loads().values()) == 8
+    await asyncio.gather(*listeners)
+    await until(lambda: not server.service.router.ledger.loads())
+
+
 async def test_a_running_stream_outlives_the_processor(tmp_path, echoes, start_processor, start_envoy) -> None:
     address = f"unix://{tmp_path}/processor.sock"
     process = await start_processor(address)
