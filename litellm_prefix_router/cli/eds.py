@@ -91,7 +91,7 @@ def _from_config(settings: Settings, pool: str) -> Ask:
             resolved[name] = await resolve(name) or resolved.get(name, [])
         directory.update(resolved)
         view = directory.pools[pool]
-        return {endpoint: replica in view.draining for endpoint, replica in view.replica_of.items()}
+        return {endpoint: address in view.draining for endpoint, address in view.address_at.items()}
 
     return ask
 

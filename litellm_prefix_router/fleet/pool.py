@@ -18,6 +18,13 @@ from ..settings import ModelSettings
 from .discovery import ReplicaFacts
 
 DEFAULT_BLOCK_SIZE = 16
+RANK_HEADER = "X-data-parallel-rank"
+"""Request header by which vLLM is told which of its data-parallel ranks is to serve."""
+
+
+def address_of(replica_id: str) -> str:
+    """API address of a replica id, which is "<address>" or "<address>#<rank>"."""
+    return replica_id.partition("#")[0]
 
 
 @dataclass(slots=True)

@@ -1,16 +1,17 @@
 """Which endpoint of Envoy is which replica: the pools of the configuration, with names resolved to addresses.
 
 An endpoint is an ip:port as Envoy's cluster lists it; a replica is known to the rest of the project by its API
-address. Nothing here opens a socket: resolved addresses are handed in.
+address, with "#<rank>" behind it where several data-parallel ranks, each with a cache of its own, share one address.
+Nothing here opens a socket: resolved addresses are handed in.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...fleet.pool import Pool, Replica
+from ...fleet.pool import Pool, Replica, address_of
 from ...settings import EndpointSettings, EnvoyPoolSettings, ModelSettings, Settings, SettingsError
 
 Resolved = Mapping[str, Sequence[str]]
@@ -24,12 +25,26 @@ class PoolView:
     name: str
     settings: EnvoyPoolSettings
     pool: Pool
-    replica_of: Mapping[str, str] = field(default_factory=dict)
-    """Endpoint -> replica id."""
+    address_at: Mapping[str, str] = field(default_factory=dict)
+    """Endpoint -> API address."""
     endpoint_of: Mapping[str, str] = field(default_factory=dict)
-    """Replica id -> endpoint."""
+    """API address -> endpoint."""
     draining: frozenset[str] = frozenset()
-    """Replica ids that get nothing new."""
+    """Addresses that get nothing new."""
+
+    def replicas_at(self, addresses: Collection[str]) -> tuple[str, ...]:
+        """Ids of the replicas at these addresses, one a rank, in the pool's order."""
+        wanted = frozenset(addresses)
+        return tuple(name for name, replica in self.pool.replicas.items() if replica.address in wanted)
+
+    def served_by(self, endpoint: str, chosen: str) -> str | None:
+        """The replica that answered at the endpoint: its rank is the chosen one's, which the request pins. None: an
+        endpoint that is not of this pool."""
+        address = self.address_at.get(endpoint)
+        if address is None or address == address_of(chosen):
+            return chosen if address is not None else None
+        ranked = f"{address}#{rank_of(chosen)}"
+        return ranked if ranked in self.pool.replicas else address
 
     def sent_model(self, asked: object) -> str | None:
         """The model name to send instead of the one asked for; None: leave it."""
@@ -40,9 +55,27 @@ class PoolView:
         return wanted if wanted != asked else None
 
     def endpoints(self, ranking: Iterable[str], limit: int) -> str:
-        """The beginning of a ranking of replica ids, as Envoy's list of endpoints."""
-        known = (self.endpoint_of.get(replica_id) for replica_id in ranking)
-        return ",".join([endpoint for endpoint in known if endpoint is not None][:limit])
+        """The beginning of a ranking of replica ids, as Envoy's list of endpoints.
+
+        The request pins one rank wherever it goes, so endpoints that lack the first one's rank are left out.
+        """
+        found: dict[str, None] = {}
+        pinned: str | None = None
+        for replica_id in ranking:
+            address, _, rank = replica_id.partition("#")
+            if pinned is None:
+                pinned = rank
+            elif pinned and f"{address}#{pinned}" not in self.pool.replicas:
+                continue
+            endpoint = self.endpoint_of.get(address)
+            if endpoint is not None:
+                found[endpoint] = None
+        return ",".join(list(found)[:limit])
+
+
+def rank_of(replica_id: str) -> str:
+    """The data-parallel rank in a replica id, "" where its address has one cache only."""
+    return replica_id.partition("#")[2]
 
 
 class Directory:
@@ -94,13 +127,13 @@ class Directory:
                 return view
         return next((view for view in self.pools.values() if model in view.pool.lora_modules), None)
 
-    def addresses(self) -> dict[str, str]:
-        """Replica id -> base URL, of all pools."""
-        return {r.replica_id: r.address for view in self.pools.values() for r in view.pool.replicas.values()}
+    def addresses(self) -> list[str]:
+        """API addresses of all pools, each once."""
+        return list(dict.fromkeys(address for view in self.pools.values() for address in view.endpoint_of))
 
     def _view(self, name: str, given: EnvoyPoolSettings, resolved: Resolved) -> PoolView:
         replicas: dict[str, Replica] = {}
-        replica_of: dict[str, str] = {}
+        address_at: dict[str, str] = {}
         draining: set[str] = set()
         for entry in _entries(given):
             single = _is_address(entry.endpoint)
@@ -110,13 +143,13 @@ class Directory:
                 replicas[address] = Replica(
                     address, address, given.model, events=entry.events if single else None, replay=entry.replay
                 )
-                replica_of[endpoint] = address
+                address_at[endpoint] = address
                 if entry.drain:
                     draining.add(address)
         pool = Pool(name=name, replicas=replicas)
         pool.settings = self._model_settings(name, given.model) or pool.settings
         return PoolView(
-            name, given, pool, replica_of, {r: e for e, r in replica_of.items()}, frozenset(draining)
+            name, given, pool, address_at, {a: e for e, a in address_at.items()}, frozenset(draining)
         )  # fmt: skip
 
     def _model_settings(self, name: str, model: str) -> ModelSettings | None:
@@ -124,7 +157,7 @@ class Directory:
 
 
 def _essence(view: PoolView) -> object:
-    return view.settings, view.replica_of, view.draining
+    return view.settings, view.address_at, view.draining
 
 
 def _entries(pool: EnvoyPoolSettings) -> list[EndpointSettings]:

@@ -56,23 +56,23 @@ class Prober:
             while True:
                 addresses = self._directory.addresses()
                 self._health.keep(addresses)
-                for replica_id in self._health.due():
-                    if replica_id not in self._asking and replica_id in addresses:
-                        self._asking.add(replica_id)
-                        self._keep(asyncio.create_task(self._probe(client, replica_id, addresses[replica_id])))
+                for address in self._health.due():
+                    if address not in self._asking and address in addresses:
+                        self._asking.add(address)
+                        self._keep(asyncio.create_task(self._probe(client, address)))
                 await asyncio.sleep(min(_LOOK_S, self._options.health_interval_s))
 
-    async def _probe(self, client: httpx.AsyncClient, replica_id: str, address: str) -> None:
+    async def _probe(self, client: httpx.AsyncClient, address: str) -> None:
         try:
             answer = await client.get(f"{address}{self._options.health_path}")
         except httpx.TimeoutException:
-            self._health.unanswered(replica_id)
+            self._health.unanswered(address)
         except (httpx.HTTPError, httpx.InvalidURL):
-            self._health.probed(replica_id, False)
+            self._health.probed(address, False)
         else:
-            self._health.probed(replica_id, answer.status_code < 300)
+            self._health.probed(address, answer.status_code < 300)
         finally:
-            self._asking.discard(replica_id)
+            self._asking.discard(address)
 
     async def _resolve_forever(self) -> None:
         while True:

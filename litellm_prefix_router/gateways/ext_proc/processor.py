@@ -14,6 +14,7 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from ...decision import Decision
+from ...fleet.pool import address_of
 from ...router import PrefixRouter
 from ...settings import Settings
 from . import wire
@@ -130,12 +131,12 @@ class _Outcome:
         assert self.decision is not None
         processor, choice = self._processor, self.decision.replica_id
         if served.replica_id is not None:
-            processor.health.responded(served.replica_id, served.status)
+            processor.health.responded(address_of(served.replica_id), served.status)
         if served.replica_id == choice:
             return
         if served.replica_id is None and served.status < 500:
             return
-        processor.health.unreachable(choice)
+        processor.health.unreachable(address_of(choice))
         processor.meters.moved.labels(choice).inc()
         if served.replica_id is not None:
             self._moved = True

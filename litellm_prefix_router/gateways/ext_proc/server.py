@@ -164,7 +164,7 @@ class ExtProcServer:
     @property
     def ready(self) -> bool:
         """Whether some pool has an endpoint to choose."""
-        return any(self.health.usable(tuple(view.pool.replicas)) for view in self.directory.pools.values())
+        return any(self.health.usable(view.endpoint_of) for view in self.directory.pools.values())
 
     def _pools_changed(self) -> None:
         self.service.set_pools({name: view.pool for name, view in self.directory.pools.items()})
@@ -172,8 +172,8 @@ class ExtProcServer:
     async def _watch_readiness(self) -> None:
         said: bool | None = None
         while True:
-            for replica_id in self.directory.addresses():
-                self.meters.up.labels(replica_id).set(self.health.is_up(replica_id))
+            for address in self.directory.addresses():
+                self.meters.up.labels(address).set(self.health.is_up(address))
             if self.ready != said:
                 said = self.ready
                 for name in ("", READINESS, wire.SERVICE):

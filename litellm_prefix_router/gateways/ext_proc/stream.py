@@ -18,16 +18,17 @@ A stream that ends early, in any state, ends the request's load: `closed`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ...decision import RECEIPT_HEADER, Decision
+from ...fleet.pool import RANK_HEADER, address_of
 from ...request import RoutingRequest
 from ...settings import Settings
 from . import wire
 from .bodies import edit_object, read_object, salt_of
-from .directory import Directory, PoolView
+from .directory import Directory, PoolView, rank_of
 from .health import HealthBook
 from .usage import UsageReader, readable
 
@@ -146,7 +147,7 @@ class Stream:
         assert view is not None
         self._decision, self._placed = decision, True
         endpoints = view.endpoints(decision.ranking, self._options.list_length)
-        actions = self._answer_request(endpoints)
+        actions = self._answer_request(endpoints, rank_of(decision.replica_id))
         if not self._options.audit_response and not self.duplex_request:
             actions.append(HangUp())
         return actions
@@ -234,14 +235,14 @@ class Stream:
         self._view = view
         if body is not None:
             body = self._edit(body, view)
-        named = tuple(view.pool.replicas)
+        named: Collection[str] = view.endpoint_of
         subset = self._subset()
         if subset is not None:
-            named = tuple(view.replica_of[endpoint] for endpoint in subset if endpoint in view.replica_of)
-        candidates = self._health.usable(named, view.draining)
-        if not candidates and self.duplex_request:
+            named = [view.address_at[endpoint] for endpoint in subset if endpoint in view.address_at]
+        addresses = self._health.usable(named, view.draining)
+        if not addresses and self.duplex_request:
             return self._refuse()
-        candidates = candidates or self._health.last_hope(named, view.draining)
+        candidates = view.replicas_at(addresses or self._health.last_hope(named, view.draining))
         if not candidates:
             return self._refuse() if subset is not None else self._without_choice("no_endpoints")
         return [
@@ -311,8 +312,8 @@ class Stream:
         self._placed = True
         return [Unplaced("no_ready_endpoint"), Reply(wire.immediate(503, "no endpoint is ready"))]
 
-    def _answer_request(self, endpoints: str) -> list[Action]:
-        """Everything that has waited for the decision. `endpoints` "": leave the choice to Envoy."""
+    def _answer_request(self, endpoints: str, rank: str = "") -> list[Action]:
+        """Everything that has waited for the decision. `endpoints` "": leave the choice to Envoy; `rank`: pin it."""
         kind = "request_headers" if self.duplex_request else self._answering
         first = wire.go_on(kind)
         common = getattr(first, kind).response
@@ -320,6 +321,8 @@ class Stream:
             wire.destination(first, endpoints)
             if self.duplex_request:
                 wire.set_headers(common, {wire.DESTINATION: endpoints})
+            if rank:
+                wire.set_headers(common, {RANK_HEADER.lower(): rank})
         if self.duplex_request:
             if self._edited:
                 common.header_mutation.remove_headers.append("content-length")
@@ -348,7 +351,7 @@ class Stream:
         actions: list[Action] = []
         if self._decision is not None and self._view is not None:
             served = _served(message, self._view, self._decision)
-            replica_id = self._view.replica_of.get(served) if served else None
+            replica_id = self._view.served_by(served, self._decision.replica_id) if served else None
             actions.append(Served(replica_id, status))
             if self._settings.receipt_header:
                 receipt = self._decision.receipt.header()
@@ -394,4 +397,4 @@ def _served(message: wire.Request, view: PoolView, decision: Decision) -> str | 
     attribute = wire.attribute(message, "upstream.address")
     if attribute or wire.FILTER in message.attributes:
         return attribute
-    return view.endpoint_of.get(decision.replica_id)
+    return view.endpoint_of.get(address_of(decision.replica_id))

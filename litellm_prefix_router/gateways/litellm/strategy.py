@@ -21,6 +21,7 @@ from litellm.router import Router
 from litellm.types.router import CustomRoutingStrategyBase
 
 from ...decision import RECEIPT_HEADER, Decision
+from ...fleet.pool import RANK_HEADER
 from ...request import RoutingRequest
 from ...service import RouterService
 from ...settings import Settings, SettingsError, load_settings
@@ -35,7 +36,6 @@ from .usage import cached_tokens_of
 
 logger = logging.getLogger("litellm_prefix_router")
 
-RANK_HEADER = "X-data-parallel-rank"
 _REREAD_S = 1.0
 _instances = itertools.count(1)
 

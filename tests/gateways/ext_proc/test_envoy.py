@@ -10,7 +10,9 @@ import time
 
 import pytest
 
-from .conftest import BLOCK, chat, receipt_of, until
+from litellm_prefix_router.sim import SimConfig, SimReplica
+
+from .conftest import BLOCK, FAST, chat, receipt_of, until
 
 pytestmark = pytest.mark.envoy
 
@@ -45,6 +47,42 @@ async def test_the_prefix_goes_where_it_is_known_to_be_and_the_match_is_exact(fl
     tally = server.service.tally
     await until(lambda: tally.audited == tally.decisions)
     assert tally.agreed == tally.audited
+
+
+@pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def test_each_data_parallel_rank_behind_an_endpoint_is_a_replica(
+    mode, tokenizer, settings_of, serve, start_envoy
+) -> None:
+    """Two endpoints of two ranks each are four caches; a conversation stays on its rank, which a header pins."""
+    config = SimConfig(block_size=BLOCK, num_blocks=4096, data_parallel_size=2, **FAST)
+    async with SimReplica(config, tokenizer=tokenizer) as one, SimReplica(config, tokenizer=tokenizer) as two:
+        endpoints = [f"127.0.0.1:{replica.port}" for replica in (one, two)]
+        server = await serve(settings_of(pool={"endpoints": endpoints}))
+
+        async def followed() -> bool:
+            roster = await server.service._reader().roster("tiny")
+            ready = str(getattr(server.service.fleet.pools["replicas"].encoder, "state", "")).startswith("ready")
+            return ready and sorted(name[-2:] for name, r in roster.items() if r.knowledge == "exact") == [
+                "#0", "#0", "#1", "#1"
+            ]  # fmt: skip
+
+        await until(followed)
+        envoy = await start_envoy(endpoints, [server.address], processing_mode=modes(mode))
+        wrong = {"x-data-parallel-rank": "1"}  # a client's own wish does not count
+        prompts = [f"{i} is the number of this conversation. {LONG}" for i in range(8)]
+        homes = [receipt_of(await envoy.post(json=chat(p), headers=wrong))["replica"] for p in prompts]
+        assert len(set(homes)) > 1
+        for prompt, home in zip(prompts, homes, strict=True):
+
+            async def matched(prompt: str = prompt, home: str = home) -> bool:
+                answer = await envoy.post(json=chat(prompt))
+                receipt = receipt_of(answer)
+                assert answer.status_code == 200 and receipt["replica"] == home and "served" not in receipt
+                cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                predicted = int(receipt["match"].partition("/")[0])
+                return predicted > 200 and predicted == cached
+
+            await until(matched)
 
 
 def backends(echoes) -> dict:

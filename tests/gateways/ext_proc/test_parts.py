@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from litellm_prefix_router.fleet.discovery import ReplicaFacts
 from litellm_prefix_router.gateways.ext_proc.bodies import edit_object, read_object, salt_of
 from litellm_prefix_router.gateways.ext_proc.directory import Directory
 from litellm_prefix_router.gateways.ext_proc.health import HealthBook
@@ -163,9 +164,9 @@ def directory(endpoints, **pool) -> Directory:
 def test_names_become_all_their_addresses_and_keep_them():
     found = directory(["pods.example:8000", "10.0.0.9:8000"])
     assert found.names == {"pods.example:8000"}
-    assert list(found.pools["chat"].replica_of) == ["10.0.0.9:8000"]
+    assert list(found.pools["chat"].address_at) == ["10.0.0.9:8000"]
     assert found.update({"pods.example:8000": ["10.0.0.1:8000", "10.0.0.2:8000"]})
-    assert sorted(found.pools["chat"].replica_of) == ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.9:8000"]
+    assert sorted(found.pools["chat"].address_at) == ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.9:8000"]
     assert not found.update({"pods.example:8000": ["10.0.0.1:8000", "10.0.0.2:8000"]})
 
 
@@ -174,7 +175,7 @@ def test_other_settings_bring_other_endpoints():
     drained = {"endpoint": "10.0.0.1:8000", "drain": True}
     pools = {"chat": {"model": "tiny", "endpoints": [drained, "10.0.0.3:8000"]}}
     assert found.configure(Settings(redis_url="memory://", envoy={"pools": pools}))
-    assert sorted(found.pools["chat"].replica_of) == ["10.0.0.1:8000", "10.0.0.3:8000"]
+    assert sorted(found.pools["chat"].address_at) == ["10.0.0.1:8000", "10.0.0.3:8000"]
     assert found.pools["chat"].draining == {"http://10.0.0.1:8000"}
     assert not found.configure(Settings(redis_url="memory://", envoy={"pools": pools}))
 
@@ -182,7 +183,7 @@ def test_other_settings_bring_other_endpoints():
 def test_an_endpoint_may_have_an_address_of_its_own():
     found = directory([{"endpoint": "10.0.0.1:8000", "address": "http://vllm-0.vllm:8000/v1/"}, "[fd00::1]:8000"])
     view = found.pools["chat"]
-    assert view.replica_of == {"10.0.0.1:8000": "http://vllm-0.vllm:8000", "[fd00::1]:8000": "http://[fd00::1]:8000"}
+    assert view.address_at == {"10.0.0.1:8000": "http://vllm-0.vllm:8000", "[fd00::1]:8000": "http://[fd00::1]:8000"}
     assert view.endpoints(["http://[fd00::1]:8000", "unknown", "http://vllm-0.vllm:8000"], 9) == (
         "[fd00::1]:8000,10.0.0.1:8000"
     )
@@ -199,3 +200,19 @@ def test_model_names_are_rewritten_as_the_setting_says():
     assert [view.sent_model(m) for m in ("gpt", "lora", "tiny", "else", None)] == ["tiny", "adapter", None, None, None]
     view = directory(["10.0.0.1:8000"], rewrite_model={"*": "tiny"}).pools["chat"]
     assert [view.sent_model(m) for m in ("any", "tiny")] == ["tiny", None]
+
+
+def test_ranks_share_an_endpoint_and_the_pinned_one_goes_along_the_list():
+    found = directory(["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"])
+    view = found.pools["chat"]
+    a, b, c = view.endpoint_of
+    for replica, ranks in zip(list(view.pool.replicas.values()), (2, 2, 1), strict=True):
+        replica.facts = ReplicaFacts(reachable=True, dp_ranks=ranks)
+    view.pool.learned()
+    assert view.replicas_at([a, c]) == (f"{a}#0", f"{a}#1", c)
+    ranking = [f"{b}#1", f"{b}#0", c, f"{a}#0", f"{a}#1"]
+    assert view.endpoints(ranking, 9) == "10.0.0.2:8000,10.0.0.1:8000"  # the third has no rank 1
+    assert view.endpoints([c, *ranking], 9) == "10.0.0.3:8000,10.0.0.2:8000,10.0.0.1:8000"
+    assert view.served_by("10.0.0.2:8000", f"{b}#1") == f"{b}#1"
+    assert view.served_by("10.0.0.1:8000", f"{b}#1") == f"{a}#1"
+    assert view.served_by("10.0.0.3:8000", f"{b}#1") == c and view.served_by("10.9.9.9:1", c) is None
