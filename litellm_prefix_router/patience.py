@@ -11,19 +11,21 @@ import asyncio
 from types import TracebackType
 
 SLICES = 8
-"""More of them notice the loop's delays better, and cost a timer each when something is really slow."""
+"""More of them notice the loop's delays better, and cost a timer each when something is really slow. It is also how
+often a loop that is always late may turn before time is up: what takes more turns needs more slices."""
 
 
 class PatientTimeout:
     """``async with PatientTimeout(0.02): ...`` raises TimeoutError after 0.02 s of a turning loop, or after
     `patience` times as long by the clock."""
 
-    __slots__ = ("_delay_s", "_due", "_end", "_fired", "_handle", "_left", "_loop", "_patience", "_task")
+    __slots__ = ("_delay_s", "_due", "_end", "_fired", "_handle", "_left", "_loop", "_patience", "_slice_s", "_task")
 
-    def __init__(self, delay_s: float, patience: float = 10.0) -> None:
+    def __init__(self, delay_s: float, patience: float = 10.0, slices: int = SLICES) -> None:
         self._delay_s = delay_s
+        self._slice_s = delay_s / slices
         self._patience = patience
-        self._left = SLICES
+        self._left = slices
         self._fired = False
 
     async def __aenter__(self) -> PatientTimeout:
@@ -34,7 +36,7 @@ class PatientTimeout:
         self._loop = asyncio.get_running_loop()
         now = self._loop.time()
         self._end = now + self._delay_s * self._patience
-        self._due = now + self._delay_s / SLICES
+        self._due = now + self._slice_s
         self._handle = self._loop.call_at(self._due, self._slept)
         return self
 
@@ -45,7 +47,7 @@ class PatientTimeout:
             self._fired = True
             self._task.cancel()
             return
-        self._due = now + self._delay_s / SLICES
+        self._due = now + self._slice_s
         self._handle = self._loop.call_at(self._due, self._slept)
 
     async def __aexit__(

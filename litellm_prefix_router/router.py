@@ -36,6 +36,8 @@ logger = logging.getLogger("litellm_prefix_router")
 
 PROMPT_PATHS = ("/completions", "/responses", "/messages")
 """Ends of the API paths whose requests prefill a prompt; others (embeddings, audio) are routed by load."""
+TURNS = 24
+"""Turns of a busy event loop within the deadline: a hop to a thread and five round trips to Redis take a dozen."""
 
 
 class Observer(Protocol):
@@ -82,7 +84,7 @@ class PrefixRouter:
         known = Knowledge()
         pool = self.fleet.pool(request.pool)
         try:
-            async with PatientTimeout(self.settings.deadline_ms / 1000):
+            async with PatientTimeout(self.settings.deadline_ms / 1000, slices=TURNS):
                 await self._learn(pool, request, known)
         except TimeoutError:
             known.failed(f"{known.stage}_timeout")

@@ -1,7 +1,8 @@
 """A circuit breaker as a state machine without I/O and clock: the caller passes the time and does the probing.
 
-One failure opens it, since a frozen Redis should cost one decision its timeout and no other. While it is open nothing
-is sent but a probe now and then (off the path of any decision), at growing intervals; a probe that succeeds closes it.
+One failure opens it (what counts as one, the caller knows), since a frozen Redis should cost few decisions their
+timeout. While it is open nothing is sent but a probe now and then (off the path of any decision), at growing intervals;
+a probe that succeeds closes it.
 """
 
 from __future__ import annotations

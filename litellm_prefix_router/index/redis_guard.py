@@ -29,6 +29,8 @@ class RedisGuard:
         self._timeout_s = timeout_s
         self._clock = clock
         self._probe: asyncio.Task[None] | None = None
+        self._late_since: float | None = None
+        """When an answer did not come in time, and none has come since."""
 
     async def execute(self, *command: Any) -> Any:
         """The answer to a command within the bound. Raises IndexUnavailable; at once while the breaker is open."""
@@ -46,10 +48,12 @@ class RedisGuard:
         began = self._clock()
         try:
             async with PatientTimeout(self._timeout_s):
-                return await call(*arguments)
+                answer = await call(*arguments)
+            self._late_since = None
+            return answer
         except TimeoutError:
             if self._clock() - began < self._timeout_s * _STALL:
-                self._failed("timeout")
+                self._late(began)
             raise IndexUnavailable(f"Redis did not answer within {self._timeout_s * 1000:.0f} ms") from None
         except ResponseError as error:  # it does answer (out of memory, no permission): the next call may well succeed
             raise IndexUnavailable(f"Redis: {describe(error)}") from error
@@ -58,13 +62,22 @@ class RedisGuard:
             self._failed(reason)
             raise IndexUnavailable(f"Redis: {reason}") from error
 
+    def _late(self, began: float) -> None:
+        """One late answer may be a crowded machine's fault, and to shut Redis out would cost many decisions more; a
+        call that began after it and is late, too, tells."""
+        if self._late_since is None:
+            self._late_since = self._clock()
+        elif began >= self._late_since:
+            self._failed("timeout")
+
     def _failed(self, reason: str) -> None:
+        self._late_since = None
         self.breaker.failed(self._clock(), reason)
         self._connection.drop()
 
     async def _probe_once(self) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with PatientTimeout(self._timeout_s):
                 await self._client.ping()
         except (TimeoutError, RedisError, OSError) as error:
             self.breaker.failed(self._clock(), describe(error))
