@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 import httpx
@@ -16,11 +17,15 @@ from .addresses import StreamAddress, from_engine, from_operator
 from .outputs import Alarm, Output, RequestReplay
 from .subscriber import Replay, SubscriberHub, Subscription
 from .tracker import Tracker
+from .vitals import Finding, VitalsWatch, ask_vitals
 
 logger = logging.getLogger("litellm_prefix_router.events")
 
 _ASK_AGAIN_S = 5.0
 """Between questions to a replica that has not told its event stream yet, doubling up to a minute."""
+_ASK_AT_MOST_S = 60.0
+_LOOK_S = 1.0
+"""Between looks at whether a stream is still connected; where it is not, the replica is asked where it is now."""
 
 
 class Follower:
@@ -57,37 +62,45 @@ class Follower:
         self._connected = self._was_up = False
         self._alarm: Alarm | None = None
         self._unanchored = 0
+        self._unheard: tuple[int, str] | None = None
+        """Frames at which the engine was found to work without being heard, and a note on it."""
+        self._connections = 0
 
     @property
     def replica_id(self) -> str:
         return self.record.replica_id
 
     async def run(self, snapshot: bytes | None) -> None:
-        """Find the stream (as long as it takes), then subscribe; afterwards callbacks do the work. Ends on `close`."""
+        """Find the stream (as long as it takes) and subscribe; from then on callbacks do the work, while this watches
+        over them and finds the stream again when it has moved. Never returns; `close` after cancelling it."""
         wait_s = _ASK_AGAIN_S
         while True:
-            facts = ReplicaFacts()
-            if self.record.events:
-                address: StreamAddress | None = from_operator(
-                    self.record.address, self.record.events, self.record.replay
-                )
-                facts = await ask_replica(self._client, self.record.address)
-                problem = ""
-            else:
-                facts = await ask_replica(self._client, self.record.address)
-                address, problem = self._choose(facts)
+            facts, address, problem = await self._find()
             if address is not None:
                 try:
                     self._begin(address, facts, snapshot)
-                    return
                 except OSError as error:
                     problem = str(error)
+                else:
+                    await self._until_moved()
+                    self.close()
+                    snapshot, wait_s = None, _ASK_AGAIN_S
+                    continue
             if facts.reachable or self.record.slot is None:
                 self._publish(slot=None, knowledge="none", note=problem, block_size=facts.block_size or 0)
             else:  # taken over while it does not answer: what the index says of it may well be true still
                 self._publish(knowledge="stale", note=problem)
             await asyncio.sleep(wait_s if facts.reachable else min(wait_s, 1.0))
-            wait_s = min(wait_s * 2, 60.0) if facts.reachable else _ASK_AGAIN_S
+            wait_s = min(wait_s * 2, _ASK_AT_MOST_S) if facts.reachable else _ASK_AGAIN_S
+
+    def doubt(self, doubted_at: float) -> None:
+        """A gateway found at that time that responses contradict the index. Once for each time: begin anew."""
+        if self.tracker is None or doubted_at <= self.record.doubted_at:
+            return
+        logger.warning("%s: responses contradict its events; reading them anew", self.replica_id)
+        self._publish(doubted_at=doubted_at)
+        self._handle(self.tracker.distrusted())
+        self.refresh()
 
     def close(self) -> None:
         if self._subscription is not None:
@@ -105,6 +118,8 @@ class Follower:
         note: str | None = None
         if not self._connected:
             knowledge, note = "stale", "event stream disconnected"
+        elif self._unheard is not None and self._unheard[0] == tracker.counts["frames"]:
+            knowledge, note = "stale", self._unheard[1]
         elif tracker.replaying:
             knowledge, note = "degraded", "catching up"
         elif self.record.slot is None:
@@ -127,7 +142,59 @@ class Follower:
             last_event_at=tracker.last_ts,
         )
 
+    async def _find(self) -> tuple[ReplicaFacts, StreamAddress | None, str]:
+        """What the replica says of itself, its stream's address, and what is wrong where there is none."""
+        facts = await ask_replica(self._client, self.record.address)
+        if self.record.events:
+            return facts, from_operator(self.record.address, self.record.events, self.record.replay), ""
+        return facts, *self._choose(facts)
+
+    async def _until_moved(self) -> None:
+        """Return when the replica's stream is at another address (it was restarted with other ports).
+
+        Meanwhile compares events with the engine's own counters, see vitals.
+        """
+        watch = VitalsWatch()
+        compare_at = time.monotonic() + self._settings.vitals_interval_s
+        ask_at, wait_s = 0.0, _LOOK_S
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            if self._connected:
+                ask_at, wait_s = 0.0, _LOOK_S
+                if self._settings.vitals_interval_s and now >= compare_at:
+                    compare_at = now + self._settings.vitals_interval_s
+                    await self._compare(watch)
+            elif now >= ask_at:
+                ask_at, wait_s = now + wait_s, min(2 * wait_s, _ASK_AT_MOST_S)
+                _, address, _ = await self._find()
+                if address is not None and address != self._address:
+                    logger.warning("%s: its event stream is at %s now", self.replica_id, address.endpoint)
+                    return
+
+    async def _compare(self, watch: VitalsWatch) -> None:
+        tracker, connections = self.tracker, self._connections
+        assert tracker is not None
+        assert self._address is not None
+        frames = tracker.counts["frames"]
+        vitals = await ask_vitals(self._client, self.record.address, self.record.dp_rank)
+        if vitals is None or connections != self._connections:
+            return
+        finding = watch.look(vitals, frames, connections)
+        if finding is Finding.RESTARTED:
+            logger.warning("%s: another process answers there, and its beginning was missed", self.replica_id)
+            self._handle(tracker.restarted())
+        elif finding is Finding.SILENT:
+            note = f"no event came while the engine computed {watch.unheard(vitals):,} tokens"
+            if self._unheard is None or self._unheard[0] != frames:
+                logger.warning("%s: %s; connecting again", self.replica_id, note)
+            self._unheard = (frames, note)
+            self._subscribe(self._address)
+        self.refresh()
+
     def _choose(self, facts: ReplicaFacts) -> tuple[StreamAddress | None, str]:
+        if self.record.events:
+            return from_operator(self.record.address, self.record.events, self.record.replay), ""
         if not facts.reachable:
             return None, "replica does not answer"
         if not facts.event_sources:
@@ -149,12 +216,18 @@ class Follower:
         )
         if snapshot is not None and self.record.slot is not None:
             tracker.restore(snapshot)
-        self._subscription = self._hub.subscribe(address, self._frame, self._connection)
+        self._subscribe(address)
         self._address = address
         self.tracker = tracker
         if facts.block_size and not self.record.block_size:
             self.record = msgspec.structs.replace(self.record, block_size=facts.block_size)
         self._handle(tracker.start())
+
+    def _subscribe(self, address: StreamAddress) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
+        self._connected = False
+        self._subscription = self._hub.subscribe(address, self._frame, self._connection)
 
     def _frame(self, seq: int, payload: bytes) -> None:
         if self.tracker is not None:
@@ -165,6 +238,7 @@ class Follower:
         if up and self.tracker is not None and (self._was_up or self.tracker.can_replay):
             self._handle(self.tracker.reconnected())
         self._was_up = self._was_up or up
+        self._connections += up
         if up != self._connected:
             self._connected = up
             self.refresh()

@@ -146,6 +146,9 @@ class Indexer:
         for name, fence in claim.claimed.items():
             if name not in work.followers:
                 await self._take(work, pool, announced.get(name) or roster[name], roster.get(name), fence)
+        for name, follower in work.followers.items():
+            if name in announced:
+                follower.doubt(announced[name].doubted_at)
         await self._retire_absent(work, pool, announced)
         surplus = len(work.followers) - claim.fair_share
         if surplus > 0 and claim.indexers > 1:

@@ -56,25 +56,28 @@ class Finding(Enum):
     SILENT = "silent"
     """It computes prompts and no frame comes."""
     RESTARTED = "restarted"
-    """It is another process than at the last look."""
+    """It is another process than at the last look, and no new connection told so."""
 
 
 class VitalsWatch:
-    """Compares counters with frames, look by look. Say `look` with the frames counted *before* asking."""
+    """Compares counters with frames, look by look. Count frames and connections *before* asking for the counters."""
 
     def __init__(self) -> None:
         self._created_at = 0.0
+        self._connections = -1
         self._frames = -1
         self._computed = 0
         self._doubts = 0
 
-    def look(self, vitals: Vitals, frames: int) -> Finding:
-        """`frames`: how many came since the start."""
-        restarted = bool(self._created_at) and vitals.created_at != self._created_at
-        if restarted or frames != self._frames or vitals.computed_tokens < self._computed:
-            self._created_at, self._frames, self._computed = vitals.created_at, frames, vitals.computed_tokens
-            self._doubts = 0
-            return Finding.RESTARTED if restarted else Finding.FINE
+    def look(self, vitals: Vitals, frames: int, connections: int) -> Finding:
+        """`frames`, `connections`: how many there were since the start."""
+        another = bool(self._created_at) and vitals.created_at != self._created_at
+        if another or frames != self._frames or vitals.computed_tokens < self._computed:
+            missed = another and connections == self._connections
+            self._created_at, self._connections = vitals.created_at, connections
+            self._frames, self._computed, self._doubts = frames, vitals.computed_tokens, 0
+            return Finding.RESTARTED if missed else Finding.FINE
+        self._connections = connections
         # twice, since the counters may have moved between the count of the frames and the answer
         self._doubts = self._doubts + 1 if self.unheard(vitals) >= SILENT_TOKENS else 0
         return Finding.SILENT if self._doubts > 1 else Finding.FINE

@@ -22,20 +22,21 @@ def test_counters_are_read_by_rank():
 
 def test_silence_counts_only_while_the_engine_computes():
     watch = VitalsWatch()
-    assert watch.look(Vitals(1.0, 100), 7) is Finding.FINE
+    assert watch.look(Vitals(1.0, 100), 7, 1) is Finding.FINE
     for _ in range(5):  # idle
-        assert watch.look(Vitals(1.0, 100), 7) is Finding.FINE
-    assert watch.look(Vitals(1.0, 100 + SILENT_TOKENS), 7) is Finding.FINE  # frames may be on their way
-    assert watch.look(Vitals(1.0, 100 + SILENT_TOKENS), 7) is Finding.SILENT
-    assert watch.look(Vitals(1.0, 200 + SILENT_TOKENS), 8) is Finding.FINE
-    assert watch.look(Vitals(1.0, 300 + SILENT_TOKENS), 8) is Finding.FINE
+        assert watch.look(Vitals(1.0, 100), 7, 1) is Finding.FINE
+    assert watch.look(Vitals(1.0, 100 + SILENT_TOKENS), 7, 1) is Finding.FINE  # frames may be on their way
+    assert watch.look(Vitals(1.0, 100 + SILENT_TOKENS), 7, 1) is Finding.SILENT
+    assert watch.look(Vitals(1.0, 200 + SILENT_TOKENS), 8, 1) is Finding.FINE
+    assert watch.look(Vitals(1.0, 300 + SILENT_TOKENS), 8, 1) is Finding.FINE
 
 
-def test_another_process_is_noticed_by_its_counters():
+def test_another_process_is_noticed_by_its_counters_unless_a_new_connection_told():
     watch = VitalsWatch()
-    assert watch.look(Vitals(1.0, 9000), 7) is Finding.FINE
-    assert watch.look(Vitals(2.0, 10), 7) is Finding.RESTARTED
-    assert watch.look(Vitals(2.0, 20), 7) is Finding.FINE
+    assert watch.look(Vitals(1.0, 9000), 7, 1) is Finding.FINE
+    assert watch.look(Vitals(2.0, 10), 7, 1) is Finding.RESTARTED
+    assert watch.look(Vitals(2.0, 20), 7, 1) is Finding.FINE
+    assert watch.look(Vitals(3.0, 5), 9, 2) is Finding.FINE  # the tracker has proved its stream since
     unnamed = VitalsWatch()
-    assert unnamed.look(Vitals(0.0, 9000), 7) is Finding.FINE
-    assert unnamed.look(Vitals(0.0, 10), 7) is Finding.FINE  # a smaller counter alone begins a new count
+    assert unnamed.look(Vitals(0.0, 9000), 7, 1) is Finding.FINE
+    assert unnamed.look(Vitals(0.0, 10), 7, 1) is Finding.FINE  # a smaller counter alone begins a new count
