@@ -121,6 +121,7 @@ class Settings(BaseSettings):
     deadline_ms: float = Field(20.0, gt=0, description="Bound on one decision; past it the next best knowledge places.")
     receipt_header: bool = Field(True, description="Add the x-prefix-router response header.")
     embedded_indexer: bool = Field(True, description="Follow engine events in the gateway process that has the lease.")
+    startup_wait_s: float = Field(10.0, ge=0, description="How long a starting gateway waits for its tokenizers.")
 
     prefill_tokens_per_s: float = Field(8000.0, gt=0, description="Prefill rate assumed until it has been measured.")
     backlog_weight: float = Field(2.0, ge=0, description="λ of the cost per second of the fleet's mean backlog.")
@@ -137,6 +138,9 @@ class Settings(BaseSettings):
         60.0, gt=0, description="How often a tracker's state is saved for its successor."
     )
     replay_timeout_s: float = Field(5.0, gt=0, description="Silence after which an engine's replay counts as failed.")
+    vitals_interval_s: float = Field(
+        30.0, ge=0, description="Between comparisons of a replica's events with its own counters; 0: never."
+    )
     max_blocks_per_replica: int = Field(4_000_000, ge=1, description="Blocks a tracker follows at most.")
     block_ttl_s: float = Field(3600.0, gt=0, description="Lifetime of a block's key; the indexer renews what is held.")
     max_slots: int = Field(4096, ge=8, description="Incarnations a pool can tell apart at once.")
