@@ -43,6 +43,7 @@ REDISCOVER_S = 30.0
 RETRY_DISCOVERY_S = 1.0
 TICK_S = 1.0
 STATE_TTL_S = 6.0
+_WARM_POLL_S = 0.05
 
 _metrics_lock = threading.Lock()
 _metrics: list[Metrics] = []
@@ -78,6 +79,7 @@ class RouterService:
         self._background = BackgroundLoop("prefix-router")
         self._indexer: EmbeddedIndexer | None = None
         self._started = False
+        self._warm_by = 0.0
         self._started_at = time.time()
         self._told: set[str] = set()
         self._asked: dict[str, float] = {}
@@ -88,6 +90,7 @@ class RouterService:
         if self._started:
             return
         self._started = True
+        self._warm_by = time.monotonic() + self.settings.startup_wait_s
         for work in (self._discover, self._announce, self._publish_loads, self._publish_state, self._tick):
             self._background.submit(_forever(work))
         if self.settings.embedded_indexer:
@@ -106,14 +109,31 @@ class RouterService:
 
     @property
     def warming(self) -> bool:
-        """Whether a replica has yet to be asked what it is, or a tokenizer is being loaded: until that is over, a
-        gateway that starts had better leave requests to others. Replicas that do not answer keep nobody waiting."""
-        pools = self.fleet.pools.values()
-        return any(
+        """Whether a gateway that starts had better leave requests to others: a replica has yet to be asked what it is,
+        or a tokenizer is being loaded. For `startup_wait_s` at most, and replicas that do not answer delay nothing."""
+        return time.monotonic() < self._warm_by and any(
             any(replica.address not in self._asked for replica in pool.replicas.values())
             or (pool.encoder is not None and pool.encoder.state == "loading")
-            for pool in pools
+            for pool in self.fleet.pools.values()
         )
+
+    async def warm_up(self) -> None:
+        """Return when decisions on the running loop can be exact, or when it has taken `startup_wait_s`."""
+        while self.warming:
+            await asyncio.sleep(_WARM_POLL_S)
+        await self.open_index()
+
+    async def open_index(self) -> None:
+        """Connect the running loop's reader and read the rosters: the first decision would not have the time."""
+        while True:
+            try:
+                for name in self.fleet.by_cache_name():
+                    await self._reader().roster(name)
+                return
+            except IndexUnavailable:  # slow only, perhaps: this process has just started
+                if time.monotonic() > self._warm_by:
+                    return
+            await asyncio.sleep(_WARM_POLL_S)
 
     def set_pools(self, pools: Mapping[str, Pool]) -> None:
         """Replace the pools; what is known of replicas that stay is kept."""

@@ -8,6 +8,7 @@ a millisecond goes to a thread. Tokenizers let go of the interpreter lock while 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +40,8 @@ _WORTH_KNOWING = 256
 _SEEN_TEXTS = 20_000
 _KNOWN_COUNTS_UP_TO = 160_000
 """Longer prompts go to a thread whatever is known of them."""
+_FIRST_BODY = {"messages": [{"role": "user", "content": "Hello"}]}
+"""Rendered while loading: templates are compiled when they are used, and the first request would have to wait."""
 _ENGINE_ONLY = frozenset(
     {
         *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
@@ -134,7 +137,7 @@ class PromptPipeline:
                     raise PromptUnknown("unsupported", f"only the engine renders prompts of {next(iter(only))}")
                 if self._name.startswith("mistralai/") and files.has_tekken:
                     settings = settings.model_copy(update={"tokenizer_mode": "mistral"})
-            self._model = EngineModel(
+            model = EngineModel(
                 files,
                 settings,
                 self._dialect,
@@ -143,6 +146,9 @@ class PromptPipeline:
                 max_model_len=self._max_model_len,
                 lora_modules=self._lora_modules,
             )
+            with contextlib.suppress(Exception):  # what is wrong with a template, a real request will say
+                model.encode("/v1/chat/completions", _FIRST_BODY)
+            self._model = model
             self._failure = None
         except PromptUnknown as error:
             self._failure = error

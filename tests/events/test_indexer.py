@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -147,6 +148,30 @@ async def test_a_replica_without_events_beside_ones_that_have_them(settings: Set
     async with running(Indexer(settings)):
         await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet} | {nobody: "none"})
         assert (await reader.roster(POOL))[nobody].note == "replica does not answer"
+    await reader.close()
+
+
+async def test_a_replica_that_restarts_with_other_event_sockets_is_followed_there(
+    settings: Settings, fleet: list[SimReplica]
+) -> None:
+    reader = RedisIndexReader(settings, "gw")
+    await reader.announce(POOL, records(fleet), 30)
+    async with running(Indexer(settings)):
+        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
+        await ask(fleet[0], TEXT)
+        full = len(chain(fleet[0], TEXT, (await reader.roster(POOL))[fleet[0].base_url].block_size))
+        await eventually(lambda: matches(reader, fleet), {0: full})
+        left = fleet[0].event_endpoints
+        await fleet[0].stop()
+        async with SimReplica(dataclasses.replace(fleet[0].config, port=fleet[0].port)) as successor:
+            assert successor.base_url == fleet[0].base_url
+            assert successor.event_endpoints != left
+            text = "asked before its new sockets are found " * 40  # comes by replay
+            await ask(successor, text)
+            more = len(chain(successor, text, (await reader.roster(POOL))[successor.base_url].block_size))
+            await eventually(lambda: matches(reader, fleet, text), {0: more})
+            await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
+            assert await matches(reader, fleet) == {}
     await reader.close()
 
 
