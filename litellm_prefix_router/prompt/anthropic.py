@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .chat import ServerOptions, function_dict, template_kwargs, transferred_ids
+from .chat import ServerOptions, function_dict, output_tokens, template_kwargs, transferred_ids
 from .conversation import BILLING_HEADER, check_messages
 from .dialect import Dialect
 from .request_forms import ChatForm, TokenizeRules, merged, refuse
@@ -36,9 +36,10 @@ def anthropic_form(
         refuse("messages must be a list")
     for message in given:
         _check(message)
-    limit = body.get("max_tokens")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
-        refuse("max_tokens must be positive")
+    if body.get("max_tokens", 1) is None:
+        refuse("max_tokens must be an integer")
+    limit = output_tokens(body, "max_tokens")
+    _check_tool_choice(body)
     effort = _effort(body, disabled_effort)
     kwargs = template_kwargs(body, options)
     messages = _messages(given, body.get("system"), merge_inline_system)
@@ -58,7 +59,7 @@ def anthropic_form(
         messages=messages,
         tools=tools,
         template_kwargs=merged(base, merged(kwargs, extra)),
-        rules=TokenizeRules(add_special_tokens=False, max_output_tokens=limit or 0),
+        rules=TokenizeRules(add_special_tokens=False, max_output_tokens=limit),
         prompt_token_ids=transferred_ids(body, messages, options, dialect),
     )
 
@@ -72,13 +73,33 @@ def _check(message: Any) -> None:
     if not isinstance(content, list):
         refuse("content must be a string or a list of blocks")
     for block in content:
-        if not isinstance(block, dict) or block.get("type") not in _BLOCKS:
-            refuse("unknown type of content block")
-        for name in ("text", "thinking", "id", "name", "tool_use_id"):
-            if block.get(name) is not None and not isinstance(block[name], str):
-                refuse(f"a block's {name} must be a string")
-        if block.get("input") is not None and not isinstance(block["input"], dict):
-            refuse("a block's input must be an object")
+        _check_block(block)
+
+
+def _check_block(block: Any) -> None:
+    if not isinstance(block, dict) or block.get("type") not in _BLOCKS:
+        refuse("unknown type of content block")
+    for name in ("text", "thinking", "id", "name", "tool_use_id"):
+        if block.get(name) is not None and not isinstance(block[name], str):
+            refuse(f"a block's {name} must be a string")
+    if block.get("input") is not None and not isinstance(block["input"], dict):
+        refuse("a block's input must be an object")
+    inner = block.get("content")
+    are_blocks = isinstance(inner, list) and all(isinstance(item, dict) for item in inner)
+    if inner is not None and not isinstance(inner, str) and not are_blocks:
+        refuse("a block's content must be a string or a list of blocks")
+
+
+def _check_tool_choice(body: Mapping[str, Any]) -> None:
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if choice is None:
+        return
+    if not isinstance(choice, dict) or choice.get("type") not in ("auto", "any", "tool", "none"):
+        refuse("unknown tool_choice")
+    if choice["type"] == "tool" and choice.get("name") not in [
+        tool.get("name") for tool in tools or () if isinstance(tool, dict)
+    ]:
+        refuse("tool_choice names an unknown tool")
 
 
 def _effort(body: Mapping[str, Any], disabled_effort: str) -> str | None:
@@ -126,7 +147,9 @@ def _system_text(content: Any) -> str:
         return "" if content.startswith(BILLING_HEADER) else content
     if not isinstance(content, list):
         refuse("system must be a string or a list of blocks")
-    texts = [block.get("text") for block in content if isinstance(block, dict) and block.get("type") == "text"]
+    for block in content:
+        _check_block(block)
+    texts = [block.get("text") for block in content if block["type"] == "text"]
     return "".join(text for text in texts if text and not text.startswith(BILLING_HEADER))
 
 

@@ -11,7 +11,7 @@ from .dialect import Dialect
 from .media import MEDIA_KINDS
 from .request_forms import ChatForm, TokenizeRules, merged, refuse
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _TRUE = ("true", "1", "yes", "on", "t", "y")
 _FALSE = ("false", "0", "no", "off", "f", "n")
 
@@ -35,19 +35,17 @@ def chat_form(body: Mapping[str, Any], options: ServerOptions, dialect: Dialect)
     check_tool_choice(body)
     generate = flag(body, "add_generation_prompt", True)
     carry_on = flag(body, "continue_final_message", False)
-    if carry_on and generate:
+    if body.get("continue_final_message") and body.get("add_generation_prompt"):  # as they came: "false" counts
         refuse("continue_final_message and add_generation_prompt exclude each other")
     effort = body.get("reasoning_effort")
-    if effort is not None and effort not in _EFFORTS:
+    if effort is not None and effort not in EFFORTS:
         refuse("unknown reasoning_effort")
     template = body.get("chat_template")
     if template is not None and not isinstance(template, str):
         refuse("chat_template must be a string")
     documents = body.get("documents")
-    if documents is not None and (
-        not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents)
-    ):
-        refuse("documents must be a list of objects")
+    if documents is not None and not (isinstance(documents, list) and all(map(_is_document, documents))):
+        refuse("documents must be a list of objects with texts")
     kwargs = template_kwargs(body, options)
     if template is not None and not options.trust_request_chat_template:
         refuse("the engine does not trust templates of requests")
@@ -65,7 +63,7 @@ def chat_form(body: Mapping[str, Any], options: ServerOptions, dialect: Dialect)
     if dialect.effort_sets_thinking and effort is not None and "enable_thinking" not in kwargs:
         extra["enable_thinking"] = effort != "none"
     base = merged(options.default_chat_template_kwargs, {"tools": tools})
-    output = body.get("max_completion_tokens")
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ChatForm(
         messages=messages,  # type: ignore[arg-type] # checked above
         tools=tools,
@@ -73,11 +71,15 @@ def chat_form(body: Mapping[str, Any], options: ServerOptions, dialect: Dialect)
         rules=TokenizeRules(
             add_special_tokens=flag(body, "add_special_tokens", False),
             **truncation(body),
-            max_output_tokens=integer(output if output is not None else body.get("max_tokens"), "max_tokens"),
+            max_output_tokens=output_tokens(body, limit),
         ),
         chat_template=template or None,
         prompt_token_ids=transferred_ids(body, messages, options, dialect),
     )
+
+
+def _is_document(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def template_kwargs(body: Mapping[str, Any], options: ServerOptions) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def _tool(tool: Any, dialect: Dialect) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
         refuse("a tool needs a function")
-    defer = tool.get("defer_loading")
+    defer = boolean(tool.get("defer_loading"), "defer_loading")
     shaped = function_dict(function, dialect, defer)
     result: dict[str, Any] = {"type": "function", "function": shaped}
     if defer is not None:
@@ -151,10 +153,10 @@ def function_dict(function: Mapping[str, Any], dialect: Dialect, defer_loading: 
     if parameters is not None and not isinstance(parameters, dict):
         refuse("a function's parameters must be an object")
     result: dict[str, Any] = {"name": name, "description": description, "parameters": parameters}
-    strict = function.get("strict")
+    strict = boolean(function.get("strict"), "strict")
     if strict is not None or not dialect.null_strict_dropped:
         result["strict"] = strict
-    own_defer = function.get("defer_loading")
+    own_defer = boolean(function.get("defer_loading"), "defer_loading")
     defer = own_defer if own_defer is not None else defer_loading
     if defer is not None:
         result["defer_loading"] = defer
@@ -168,6 +170,8 @@ def transferred_ids(
 ) -> list[int] | None:
     """Ids in kv_transfer_params, which the engine prefills instead of the messages."""
     transfer = body.get("kv_transfer_params")
+    if transfer is not None and not isinstance(transfer, dict):
+        refuse("kv_transfer_params must be an object")
     ids = transfer.get("prompt_token_ids") if dialect.kv_transfer_ids and isinstance(transfer, dict) else None
     if ids is None or body.get("echo") or _has_media(messages):
         return None
@@ -189,8 +193,10 @@ def _has_media(messages: Any) -> bool:
 def truncation(body: Mapping[str, Any]) -> dict[str, Any]:
     """truncate_to and truncation_side of TokenizeRules, from a body that may ask for truncation."""
     keep = body.get("truncate_prompt_tokens")
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < -1):
-        refuse("truncate_prompt_tokens must be -1 or more")
+    if keep is not None:
+        keep = integer(keep, "truncate_prompt_tokens")
+        if keep < -1:
+            refuse("truncate_prompt_tokens must be -1 or more")
     side = body.get("truncation_side")
     if side not in (None, "left", "right"):
         refuse("unknown truncation_side")
@@ -198,11 +204,18 @@ def truncation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean as the engine's schema reads it: words and 0/1 count, null does not."""
+    """A boolean of the body as the engine's schema reads it; null does not count as absent."""
     if name not in body:
         return default
-    value = body[name]
-    if isinstance(value, bool):
+    value = boolean(body[name], name)
+    if value is None:
+        refuse(f"{name} must be a boolean")
+    return value
+
+
+def boolean(value: Any, name: str) -> bool | None:
+    """A boolean or null as the engine's schema reads it: words and 0/1 count."""
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, (int, float)) and value in (0, 1):
         return bool(value)
@@ -213,9 +226,21 @@ def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def integer(value: Any, name: str) -> int:
-    """A number of tokens; null and absent are 0."""
+    """A whole number as the engine's schema reads it: numbers in text and true count."""
+    try:
+        if isinstance(value, (int, str)) or (isinstance(value, float) and value.is_integer()):
+            return int(value)
+    except ValueError:
+        pass
+    return refuse(f"{name} must be an integer")
+
+
+def output_tokens(body: Mapping[str, Any], name: str) -> int:
+    """The number of tokens asked for under `name`; 0 where the body leaves it to the engine."""
+    value = body.get(name)
     if value is None:
         return 0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        refuse(f"{name} must be an integer")
-    return int(value)
+    count = integer(value, name)
+    if count < 1:
+        refuse(f"{name} must be at least 1")
+    return count

@@ -72,7 +72,7 @@ def _message(message: Mapping[str, Any], as_list: bool, dialect: Dialect, media:
         if isinstance(message.get(name), str):
             result[name] = message[name]
     if role == "developer":
-        result["tools"] = message.get("tools")
+        result["tools"] = _developer_tools(message.get("tools"))
     return result
 
 
@@ -122,6 +122,22 @@ def _assistant_fields(message: Mapping[str, Any], result: dict[str, Any], dialec
     if reasoning is not None:
         result["reasoning"] = reasoning
         result["reasoning_content"] = reasoning
+
+
+def _developer_tools(tools: Any) -> Any:
+    """A developer message's own tools: as they came, but known keys in the order of the engine's schema."""
+    if not isinstance(tools, list):
+        return tools
+    ordered = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return tools
+        known = {name: function[name] for name in ("name", "description", "parameters", "strict") if name in function}
+        if any(value is None for value in known.values()):
+            return tools
+        ordered.append({"function": known | function, "type": "function"} | {**tool, "function": known | function})
+    return ordered
 
 
 def _tool_call(call: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
@@ -189,7 +205,7 @@ def check_messages(messages: Any) -> None:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             refuse("a message needs a role")
-        if "name" in message and not isinstance(message["name"], str) and message["name"] is not None:
+        if "name" in message and not isinstance(message["name"], str):
             refuse("a message's name must be a string")
         role = message["role"]
         content = message.get("content")
@@ -220,12 +236,14 @@ def check_part(part: Any, role: str) -> None:
         text = part.get(_TEXT_FIELDS[kind])
         if text is not None and not isinstance(text, str):
             refuse("a part's text must be a string")
+        if part.get("uuid") is not None:
+            refuse("a text part has no uuid")
     elif kind != "tool_reference" and kind not in MEDIA_KINDS:
         refuse("unknown type of content part")
 
 
 def _check_calls(calls: Any) -> None:
-    if calls is None:
+    if calls is None or calls == {}:
         return
     if not isinstance(calls, list):
         refuse("tool_calls must be a list")

@@ -98,8 +98,8 @@ class EngineModel:
     def encode(self, path: str, body: Mapping[str, Any]) -> EncodedPrompt:
         """Raises PromptUnknown."""
         salt = body.get("cache_salt")
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            refuse("cache_salt must be a string that is not empty")
+        if salt is not None and not _is_text(salt):
+            refuse("cache_salt must be a text that is not empty")
         name = body.get("model")
         identity = CacheIdentity(lora=name if name in self.lora_modules else None, cache_salt=salt)
         endpoint = path.split("?", 1)[0].rstrip("/")
@@ -214,7 +214,8 @@ class EngineModel:
         named = self._files.templates
         given = requested or self._server_template or kwargs.get("chat_template")
         if given is not None:
-            return named.get(given, given) if isinstance(given, str) else None
+            by_name = len(named) > 1  # the only template has no name
+            return (named.get(given, given) if by_name else given) if isinstance(given, str) else None
         if tools is None and self._files.processor_template is not None:
             return self._files.processor_template
         if tools is not None and "tool_use" in named:
@@ -280,9 +281,17 @@ class EngineModel:
                 ids = ids[len(ids) - keep :]
             else:
                 ids = self.tokenizer.truncate(ids, keep, add_special_tokens=rules.add_special_tokens)
-        if limit is not None and len(ids) > limit:
-            refuse("the prompt is longer than the model's context")
+        if limit is not None and len(ids) >= limit:
+            refuse("the prompt leaves no room in the model's context")
         return ids
+
+
+def _is_text(value: Any) -> bool:
+    """Is it a string that is not empty, without lone surrogates?"""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _template_text(value: str | None) -> str | None:

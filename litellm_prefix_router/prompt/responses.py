@@ -10,12 +10,21 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .chat import ServerOptions, function_dict, integer, template_kwargs, transferred_ids
+from .chat import EFFORTS, ServerOptions, function_dict, output_tokens, template_kwargs, transferred_ids
 from .conversation import check_messages
 from .dialect import Dialect
 from .request_forms import ChatForm, TokenizeRules, merged, refuse
 
 _NAMESPACE_SEPARATOR = "__"
+_INPUT_PARTS = ("input_text", "input_image", "input_file")
+_ROLES = ("user", "assistant", "system", "developer")
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""What the engine says of a custom tool, which takes text, to templates that know functions only."""
 
 
 def responses_form(body: Mapping[str, Any], options: ServerOptions, dialect: Dialect) -> ChatForm:
@@ -37,8 +46,11 @@ def responses_form(body: Mapping[str, Any], options: ServerOptions, dialect: Dia
     else:
         _fold(given, messages)
     check_messages(messages)
+    _check_tool_choice(body)
     reasoning = body.get("reasoning")
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
+    if effort is not None and effort not in EFFORTS:
+        refuse("unknown reasoning effort")
     carry_on = isinstance(given, list) and _is_unfinished(given)
     extra: dict[str, Any] = {
         "add_generation_prompt": not carry_on,
@@ -59,7 +71,7 @@ def responses_form(body: Mapping[str, Any], options: ServerOptions, dialect: Dia
         rules=TokenizeRules(
             add_special_tokens=dialect.responses_add_special_tokens,
             truncate_to=None if body.get("truncation", "disabled") == "disabled" else -1,
-            max_output_tokens=integer(body.get("max_output_tokens"), "max_output_tokens"),
+            max_output_tokens=output_tokens(body, "max_output_tokens"),
         ),
         prompt_token_ids=transferred_ids(body, messages, options, dialect),
     )
@@ -91,6 +103,8 @@ def _fold(items: list[Any], messages: list[dict[str, Any]]) -> None:
             _fill(messages, open_message, "reasoning", _reasoning_text(item))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+        elif kind == "message" and item.get("role") not in _ROLES:
+            refuse("a message item needs the role user, assistant, system or developer")
         elif item.get("role") == "assistant":
             text = _assistant_text(item)
             if text is None:
@@ -98,6 +112,7 @@ def _fold(items: list[Any], messages: list[dict[str, Any]]) -> None:
             else:
                 _fill(messages, open_message, "content", text)
         elif "role" in item:
+            _check_input_parts(item.get("content"))
             messages.append(item)
         else:
             refuse("unsupported input item")
@@ -144,14 +159,51 @@ def _assistant_text(item: Mapping[str, Any]) -> str | None:
     content = item.get("content")
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not content:
+    if content == [] and "type" not in item:
         return None
+    if not isinstance(content, list):
+        refuse("content must be a string or a list of parts")
     if item.get("type") != "message":
-        refuse("an assistant item with parts must be a message item")
-    text = content[0].get("text") if isinstance(content[0], dict) else None
-    if text is not None and not isinstance(text, str):
-        refuse("an output part's text must be a string")
+        _check_input_parts(content)
+    text = content[0].get("text") if content and isinstance(content[0], dict) else None
+    if not isinstance(text, str):
+        refuse("an assistant item begins with a text")
     return text
+
+
+def _check_input_parts(content: Any) -> None:
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or part.get("type") not in _INPUT_PARTS:
+            refuse("parts of an input message are input_text, input_image or input_file")
+        if part["type"] == "input_text" and not isinstance(part.get("text"), str):
+            refuse("a part's text must be a string")
+
+
+def _check_tool_choice(body: Mapping[str, Any]) -> None:
+    choice, tools = body.get("tool_choice", "auto"), body.get("tools", [])
+    if tools is None:
+        refuse("tools must be a list")
+    if isinstance(choice, dict):
+        if choice.get("type") in ("function", "custom") and choice.get("name") not in _tool_names(tools):
+            refuse("tool_choice names an unknown tool")
+    elif choice not in ("none", "auto", "required"):
+        refuse("unknown tool_choice")
+    elif choice == "required" and not _tool_names(tools):
+        refuse("tool_choice needs tools")
+
+
+def _tool_names(tools: Any) -> set[str]:
+    """Names by which the model's own tools can be chosen: those in a namespace with and without it."""
+    names: set[str] = set()
+    for tool in tools if isinstance(tools, list) else ():
+        if not isinstance(tool, dict):
+            continue
+        if tool.get("type") in ("function", "custom"):
+            names.add(str(tool.get("name")))
+        elif tool.get("type") == "namespace":
+            inner = {str(one.get("name")) for one in tool.get("tools") or () if isinstance(one, dict)}
+            names |= inner | {f"{tool.get('name')}{_NAMESPACE_SEPARATOR}{name}" for name in inner}
+    return names
 
 
 def _tools(tools: Any, dialect: Dialect) -> list[dict[str, Any]] | None:
@@ -165,6 +217,11 @@ def _tools(tools: Any, dialect: Dialect) -> list[dict[str, Any]] | None:
             refuse("a tool must be an object")
         if tool.get("type") == "function":
             shown.append({"type": "function", "function": function_dict(tool, dialect)})
+        elif tool.get("type") == "custom":
+            if (tool.get("format") or {}).get("type") == "grammar":
+                refuse("custom tools with a grammar are not supported")
+            shim = {"name": tool.get("name"), "description": tool.get("description"), "parameters": _CUSTOM_PARAMETERS}
+            shown.append({"type": "function", "function": function_dict(shim, dialect)})
         elif tool.get("type") == "namespace":
             for inner in tool.get("tools") or []:
                 if isinstance(inner, dict) and inner.get("type") == "function":

@@ -13,6 +13,8 @@ from .encoded import PromptUnknown
 from .sandbox import OutOfBounds, TemplateSandbox
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_TAKEN = ("conversation", "self", "model_config", "return_assistant_tokens_mask")
+"""Arguments of the engine's own functions on the way to the template."""
 _NAMED = frozenset({"add_generation_prompt", "continue_final_message", "documents", "tools"})
 
 
@@ -56,8 +58,8 @@ class ChatTemplate:
         if documents is not None and not all(isinstance(document, dict) for document in documents):
             raise PromptUnknown("refused", "documents must be objects")
         extra = {name: value for name, value in kwargs.items() if name in self.variables and name not in _NAMED}
-        if "messages" in extra or "conversation" in kwargs:
-            raise PromptUnknown("refused", "chat_template_kwargs may not replace the messages")
+        if "messages" in extra or any(kwargs.get(name) is not None for name in _TAKEN):
+            raise PromptUnknown("refused", "chat_template_kwargs may not replace what the engine passes itself")
         final = ""
         if carry_on:
             messages, final = self._tagged(messages, carry_on)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,15 @@ REPOSITORY = Path(__file__).parents[2]
 SHARED = REPOSITORY.parent / "shared"
 PROMPTS = SHARED / "prompts"
 DATA = REPOSITORY / "tests" / "data" / "prompts"
+OWN_TOKENIZER = REPOSITORY / "litellm_prefix_router" / "sim" / "assets" / "tiny"
+RECORDED_MODELS = {
+    "tiny": ["--trust-request-chat-template"],
+    "parts": [
+        *("--no-trust-request-chat-template", "--exclude-tools-when-tool-choice-none"),
+        *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
+    ],
+}
+"""Models that were recorded with the shipped tokenizer, and the arguments of their engines beside the usual ones."""
 WHY_SKIPPED = "recorded prompts with third-party tokenizers are not beside this checkout (../shared/prompts)"
 
 
@@ -38,6 +48,45 @@ def model_folder(family: str, target: Path) -> Path:
         packed = source / pointer.read_text(encoding="utf-8").strip()
     (target / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
     return target
+
+
+def own_model(name: str, target: Path) -> Path:
+    """A model of RECORDED_MODELS in the folder `target`: the shipped one, or one whose prompts begin with a token."""
+    shutil.copytree(OWN_TOKENIZER, target)
+    if name == "tiny":
+        return target
+    shutil.copy(DATA / name / "chat_template.jinja", target)
+    start = "<|endoftext|>"
+    tokenizer = json.loads((target / "tokenizer.json").read_text(encoding="utf-8"))
+    number = next(token["id"] for token in tokenizer["added_tokens"] if token["content"] == start)
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {start: {"id": start, "ids": [number], "tokens": [start]}},
+    }
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    config = json.loads((target / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (target / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": start}), encoding="utf-8")
+    return target
+
+
+def own_requests() -> list[dict[str, Any]]:
+    """The bodies that our own models were recorded with: {id, path, request}, or raw_body_latin1 for odd JSON."""
+    return [json.loads(line) for line in (DATA / "bodies.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def own_recordings(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The meta line of one of RECORDED_MODELS, and its requests with the engine's answers."""
+    meta, answers = lines(DATA / f"{name}.jsonl")
+    return meta, [{**request, **answer} for request, answer in zip(own_requests(), answers, strict=True)]
+
+
+def body_bytes(request: dict[str, Any]) -> bytes:
+    """The body as it is sent."""
+    if "request" not in request:
+        return str(request["raw_body_latin1"]).encode("latin1")
+    return json.dumps(request["request"]).encode()
 
 
 def lines(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
