@@ -80,6 +80,7 @@ class Tracker:
         self._replaying = False
         self._unproven = False
         self._prove_again = False
+        self._asked_after = -1
         self._queue: deque[tuple[int, bytes, bool]] = deque()
         self._live_seq = -1
         self._digests: dict[int, int] = {}
@@ -139,8 +140,8 @@ class Tracker:
                 self.last = -1
                 self._ask(prove=False)
             else:
-                # what the buffer does not have by now is lost: never ask twice for the same gap
-                self._resume(accept_gap=True)
+                # frames after the last replayed one may be in the buffer by now; never ask twice for the same gap
+                self._resume(accept_gap=self.last == self._asked_after)
         return self._take()
 
     def replay_failed(self, detail: str) -> list[Output]:
@@ -257,6 +258,7 @@ class Tracker:
     def _ask(self, *, prove: bool) -> None:
         self._replaying = True
         self._unproven = prove
+        self._asked_after = self.last
         if not prove:
             self.complete = True  # until the replay turns out to begin later
         start = self.last if prove else 0

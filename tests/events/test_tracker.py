@@ -180,6 +180,23 @@ def test_a_gap_is_filled_by_replay_in_order() -> None:
     assert index.reasons == ["start"] and tracker.complete
 
 
+def test_a_gap_that_opens_during_a_replay_is_asked_for_once() -> None:
+    frames = [batch(stored([at], tokens(at, 1)), ts=float(at)) for at in range(8)]
+    tracker, index = begun(can_replay=True)
+    index.take(tracker.replay_ended())
+    for seq in (0, 2, 6):
+        index.take(tracker.receive(seq, frames[seq]))
+    for seq in range(4):  # all that there was when the engine was asked
+        index.take(tracker.replayed(seq, frames[seq]))
+    index.take(tracker.replay_ended())
+    assert index.asked == [0, 0, 0] and tracker.replaying
+    index.take(tracker.replayed(3, frames[3]))
+    index.take(tracker.replay_ended())  # its buffer has no more
+    assert not tracker.replaying and not tracker.complete and index.alarms == ["gap"]
+    index.take(tracker.receive(7, frames[7]))
+    assert index.gpu == {block for at in (6, 7) for block in ours(tokens(at, 1))}
+
+
 def test_a_distrusted_engine_is_read_anew() -> None:
     frames = [batch(stored([at], tokens(at, 1)), ts=float(at)) for at in range(6)]
     tracker, index = begun(can_replay=True)
