@@ -41,7 +41,8 @@ class Address:
     @classmethod
     def on_port(cls, host: str, port: int) -> Address:
         """A bound port of this host (0: any free one), told in the shape that means `bound`."""
-        return cls(f"tcp://{host}:{port or '*'}", f"tcp://*:{port or '*'}")
+        shown = f"[{host}]" if ":" in host else host
+        return cls(f"tcp://{shown}:{port or '*'}", f"tcp://*:{port or '*'}")
 
     @classmethod
     def of(cls, endpoint: str) -> Address:
@@ -78,6 +79,7 @@ class Publisher:
 
     def _open(self) -> None:
         self._context = zmq.Context()
+        self._context.set(zmq.IPV6, 1)  # for all its sockets
         self._publish = self._context.socket(zmq.PUB)
         self._publish.setsockopt(zmq.LINGER, 0)
         self._publish.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -89,7 +91,11 @@ class Publisher:
         if self._replay is not None:
             router: AsyncSocket = AsyncContext(self._context).socket(zmq.ROUTER)
             router.setsockopt(zmq.LINGER, 0)
-            router.bind(self._replay.open)
+            try:
+                router.bind(self._replay.open)
+            except zmq.ZMQError:
+                router.close()  # the context would wait for it for ever
+                raise
             self.replay_endpoint = self._with_port(router, self._replay)
             self._task = asyncio.create_task(self._serve_replay(router))
 
