@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from typing import Annotated
 
@@ -32,6 +33,8 @@ def indexer(
     logging.getLogger("litellm_prefix_router").setLevel(logging.DEBUG if verbose else logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
+    _allow_many_files()
+
     async def run() -> None:
         service = Indexer(settings, indexer_id=name)
         loop = asyncio.get_running_loop()
@@ -42,3 +45,10 @@ def indexer(
         logging.getLogger("litellm_prefix_router").info("indexer %s drained", service.indexer_id)
 
     asyncio.run(run())
+
+
+def _allow_many_files() -> None:
+    """A replica's stream takes four descriptors; the usual limit, 1,024, is meant for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -20,6 +19,9 @@ from .addresses import StreamAddress
 logger = logging.getLogger("litellm_prefix_router.events")
 
 OnFrame = Callable[[int, bytes], None]
+_HIGH_WATER_MARK = 4096
+"""Frames of one stream that may wait to be read, some 4 KB each. The engine keeps more (vLLM: 100,000), and a gap costs
+a replay. Fewer than the tracker's remembered digests, so that what a replay overtook is known."""
 _BURST = 64
 """Messages taken in one go before other callbacks get their turn."""
 _BUSY_S = 0.002
@@ -90,17 +92,12 @@ class _Stream:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, bind: bool, hub: SubscriberHub) -> None:
         self.listeners: list[Subscription] = []
-        socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, hub.hwm)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if endpoint.startswith("tcp://"):  # a host that vanishes without a word
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
         try:
+            socket = context.socket(zmq.SUB)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"{endpoint}: {error}") from None
+        try:
+            monitor = _configure(socket, endpoint, hub.hwm)
             if bind:
                 _bind(socket, endpoint)
             else:
@@ -144,7 +141,7 @@ class _Stream:
 class SubscriberHub:
     """All sockets of one event loop; while `busy()`, nothing is read. ZMQ's own threads are shared (one is plenty)."""
 
-    def __init__(self, hwm: int = 100_000, busy: Callable[[], bool] = bool) -> None:
+    def __init__(self, hwm: int = _HIGH_WATER_MARK, busy: Callable[[], bool] = bool) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8192)
         self._streams: dict[tuple[str, bool], _Stream] = {}
@@ -200,14 +197,27 @@ class Replay:
         self._busy = busy
         self._loop = asyncio.get_running_loop()
         self._done = False
-        socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.RCVHWM, 0)  # what was asked for is wanted, all of it
-        socket.connect(endpoint)
-        socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
-        self._drained = _Drained(socket, self._take, busy)
         self._heard = self._loop.time()
-        self._timer = self._loop.call_later(silence_s, self._check)
+        self._drained: _Drained | None = None
+        try:
+            self._drained = _Drained(self._ask(context, endpoint, start), self._take, busy)
+        except zmq.ZMQError as error:  # no file descriptor left, an endpoint that makes no sense
+            self._timer = self._loop.call_later(0.0, self._finish, f"{endpoint}: {error}")
+        else:
+            self._timer = self._loop.call_later(silence_s, self._check)
+
+    @staticmethod
+    def _ask(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.RCVHWM, 0)  # what was asked for is wanted, all of it
+            socket.connect(endpoint)
+            socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return socket
 
     def _take(self, parts: list[bytes]) -> None:
         self._heard = self._loop.time()
@@ -238,7 +248,21 @@ class Replay:
         """Stop without a further call."""
         self._done = True
         self._timer.cancel()
-        self._drained.close()
+        if self._drained is not None:
+            self._drained.close()
+
+
+def _configure(socket: zmq.Socket[bytes], endpoint: str, hwm: int) -> zmq.Socket[bytes]:
+    """Prepare a socket for a stream; the socket that tells of its connections."""
+    socket.setsockopt(zmq.RCVHWM, hwm)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if endpoint.startswith("tcp://"):  # a host that vanishes without a word
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    return socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
