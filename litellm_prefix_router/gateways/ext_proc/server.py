@@ -170,15 +170,20 @@ class ExtProcServer:
         self.service.set_pools({name: view.pool for name, view in self.directory.pools.items()})
 
     async def _watch_readiness(self) -> None:
-        said: bool | None = None
+        said = False
+        await self._say_ready(said)
+        await self.service.warm_up()
         while True:
             for address in self.directory.addresses():
                 self.meters.up.labels(address).set(self.health.is_up(address))
             if self.ready != said:
                 said = self.ready
-                for name in ("", READINESS, wire.SERVICE):
-                    await self._say(name, _SERVING if said else _NOT_SERVING)
+                await self._say_ready(said)
             await asyncio.sleep(0.1)
+
+    async def _say_ready(self, ready: bool) -> None:
+        for name in ("", READINESS, wire.SERVICE):
+            await self._say(name, _SERVING if ready else _NOT_SERVING)
 
     async def _say(self, name: str, status: int) -> None:
         await self._status.set(name, status)
