@@ -193,8 +193,6 @@ class Follower:
         self.refresh()
 
     def _choose(self, facts: ReplicaFacts) -> tuple[StreamAddress | None, str]:
-        if self.record.events:
-            return from_operator(self.record.address, self.record.events, self.record.replay), ""
         if not facts.reachable:
             return None, "replica does not answer"
         if not facts.event_sources:
