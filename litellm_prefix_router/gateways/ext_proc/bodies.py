@@ -19,6 +19,7 @@ import msgspec
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 SALT_HEX_DIGITS = 32
+REPORT_MODE = "kv_cache_report_mode"
 
 
 def read_object(body: bytes) -> dict[str, Any] | None:
@@ -40,8 +41,19 @@ def salt_of(tenant: str, secret: str) -> str:
     ]
 
 
-def edit_object(body: bytes, changes: Mapping[str, str]) -> bytes:
-    """`body`, a JSON object, with top-level members set to these strings. Raises ValueError if it is no object."""
+def without_report_mode(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The body's `vllm_xargs` without the wish that the engine report cached blocks again; None: it has none.
+
+    Each such report would count as one more copy, which the index then believes to be left when one is evicted.
+    """
+    given = body.get("vllm_xargs")
+    if not isinstance(given, dict) or REPORT_MODE not in given:
+        return None
+    return {name: value for name, value in given.items() if name != REPORT_MODE}
+
+
+def edit_object(body: bytes, changes: Mapping[str, Any]) -> bytes:
+    """`body`, a JSON object, with top-level members set to these values. Raises ValueError if it is no object."""
     text = body.decode(json.detect_encoding(body), "surrogatepass")
     spans, end, empty = _members(text)
     pieces: list[str] = []

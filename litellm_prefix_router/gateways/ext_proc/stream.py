@@ -27,7 +27,7 @@ from ...fleet.pool import RANK_HEADER, address_of
 from ...request import RoutingRequest
 from ...settings import Settings
 from . import wire
-from .bodies import edit_object, read_object, salt_of
+from .bodies import edit_object, read_object, salt_of, without_report_mode
 from .directory import Directory, PoolView, rank_of
 from .health import HealthBook
 from .usage import UsageReader, readable
@@ -287,14 +287,18 @@ class Stream:
         return None if value is None else wire.endpoint_list(value)
 
     def _edit(self, body: dict[str, Any], view: PoolView) -> dict[str, Any]:
-        """Salt and model name as configured; the body as the engine will see it."""
-        changes: dict[str, str] = {}
+        """Salt and model name as configured, and no wish that would mislead the index; the body as the engine will see
+        it."""
+        changes: dict[str, Any] = {}
         model = view.sent_model(body.get("model"))
         if model is not None:
             changes["model"] = model
         secret = self._options.salt_secret
         if secret is not None:
             changes["cache_salt"] = salt_of(self._tenant() or "", secret.get_secret_value())
+        arguments = without_report_mode(body)
+        if arguments is not None:
+            changes["vllm_xargs"] = arguments
         if not changes:
             return body
         try:

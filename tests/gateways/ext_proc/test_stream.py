@@ -142,6 +142,15 @@ def test_salt_and_model_reach_the_router_and_the_engine_alike(duplex):
     assert sent == f'{{"model":"tiny","cache_salt":"{salt}","n":1e2}}'.encode()
 
 
+def test_a_client_cannot_have_cached_blocks_reported_again():
+    """Each report would count as one more copy that the index believes to be left after an eviction."""
+    wire = Wire()
+    place = wire.place(b'{"n": 1, "vllm_xargs": {"kv_cache_report_mode": "full", "other": 2}, "model": "tiny"}')
+    assert place.request.body["vllm_xargs"] == {"other": 2}
+    sent = wire.stream.placed(decide(place))[0].message.request_body.response.body_mutation.body
+    assert sent == b'{"n": 1, "vllm_xargs": {"other": 2}, "model": "tiny"}'
+
+
 def test_the_tenant_can_come_from_a_verified_token():
     path = ["envoy.filters.http.jwt_authn", "payload", "org"]
     metadata = {path[0]: {"payload": {"org": "acme"}}}
