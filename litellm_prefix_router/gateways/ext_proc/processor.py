@@ -18,10 +18,11 @@ from ...fleet.pool import address_of
 from ...router import PrefixRouter
 from ...settings import Settings
 from . import wire
+from .actions import Action, Finished, FirstToken, HangUp, Place, Reply, Served, Unplaced
 from .directory import Directory
 from .health import HealthBook
 from .meters import Meters
-from .stream import Action, Finished, FirstToken, HangUp, Place, Reply, Served, Stream, Unplaced
+from .stream import Stream
 
 logger = logging.getLogger("litellm_prefix_router")
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from ...decision import RECEIPT_HEADER, Decision
 from ...fleet.pool import RANK_HEADER, address_of
 from ...request import RoutingRequest
 from ...settings import Settings
 from . import wire
+from .actions import Action, Finished, FirstToken, HangUp, Place, Reply, Served, Unplaced
 from .bodies import edit_object, read_object, salt_of, without_report_mode
 from .directory import Directory, PoolView, rank_of
 from .health import HealthBook
@@ -36,55 +36,6 @@ MAX_HEADER_VALUE = 200
 """Characters of a client's header that are used as a key."""
 _REQUEST_HEADERS = (":path", "content-encoding", "x-request-id")
 _RESPONSE_HEADERS = frozenset({":status", "content-type", "content-encoding"})
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Send this to Envoy."""
-
-    message: wire.Response
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Ask the router, then call `placed` with its decision. Always the last action."""
-
-    request: RoutingRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Response headers came from this replica (None: Envoy answered by itself)."""
-
-    replica_id: str | None
-    status: int
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The prefill is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The request is over. Comes once, and only after `placed`."""
-
-    cached_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Unplaced:
-    """Envoy's own fallback places this one: "unknown_pool", "no_endpoints"."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class HangUp:
-    """End the gRPC stream: the response is not followed, so how long the request lasts stays unknown."""
-
-
-Action: TypeAlias = Reply | Place | Served | FirstToken | Finished | Unplaced | HangUp
 
 
 class Stream:

@@ -11,9 +11,10 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import Proces
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from litellm_prefix_router.decision import Decision, Receipt, Source
+from litellm_prefix_router.gateways.ext_proc.actions import Place, Reply
 from litellm_prefix_router.gateways.ext_proc.directory import Directory
 from litellm_prefix_router.gateways.ext_proc.health import HealthBook
-from litellm_prefix_router.gateways.ext_proc.stream import Place, Reply, Stream
+from litellm_prefix_router.gateways.ext_proc.stream import Stream
 from litellm_prefix_router.settings import Settings
 
 ENDPOINTS = [f"10.0.0.{i}:8000" for i in range(1, 5)]

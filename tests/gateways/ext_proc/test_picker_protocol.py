@@ -7,7 +7,7 @@ import json
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from litellm_prefix_router.gateways.ext_proc.stream import Unplaced
+from litellm_prefix_router.gateways.ext_proc.actions import Unplaced
 
 from .gateway_side import ENDPOINTS, IDS, KEY, Wire, decide, header_set, named
 
