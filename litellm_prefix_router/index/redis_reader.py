@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -35,8 +35,8 @@ class _PoolView:
     """What one reader knows about a pool between lookups."""
 
     __slots__ = (
-        "abandoned", "families", "gateways", "known", "layout", "live", "loads", "loads_at", "loads_raw", "roster",
-        "roster_at", "slots", "tags", "tiers", "version",
+        "abandoned", "announced", "families", "gateways", "known", "layout", "live", "loads", "loads_at", "loads_raw",
+        "roster", "roster_at", "slots", "tags", "tiers", "version",
     )  # fmt: skip
 
     def __init__(self, layout: Layout) -> None:
@@ -51,6 +51,7 @@ class _PoolView:
         self.families: list[bytes] = []
         self.tags: dict[bytes, str] = {}
         self.known: set[str] = set()
+        self.announced: frozenset[str] = frozenset()
         self.gateways: tuple[str, ...] = ()
         self.loads: Mapping[str, ReplicaLoad] = {}
         self.loads_at = float("-inf")
@@ -68,6 +69,7 @@ class _PoolView:
         lower = [tier for tier in LOWER_TIERS if b"@t" + TIERS[tier] in fields]
         self.tiers = ("gpu", *lower)
         self.families = [self.layout.family(tier, epoch) for tier in self.tiers] if valid else []
+        self.forget_but(self.announced | self.roster.keys())
         self.know(self.roster)
 
     def seen(self, alive: bool) -> Mapping[str, ReplicaRecord]:
@@ -83,11 +85,16 @@ class _PoolView:
             }
         return self.abandoned
 
-    def know(self, names: Mapping[str, Any] | Sequence[str]) -> None:
+    def know(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self.known:
                 self.known.add(name)
                 self.tags[replica_tag(name)] = name
+
+    def forget_but(self, names: Set[str]) -> None:
+        if not self.known <= names:
+            self.known &= names
+            self.tags = {tag: name for tag, name in self.tags.items() if name in names}
 
 
 class RedisIndexReader:
@@ -175,7 +182,8 @@ class RedisIndexReader:
 
     async def announce(self, pool: str, replicas: Sequence[ReplicaRecord], ttl_s: float) -> None:
         view = self._view(pool)
-        view.know([record.replica_id for record in replicas])
+        view.announced = frozenset(record.replica_id for record in replicas)
+        view.know(view.announced)
         args = [self.gateway_id, int(ttl_s * 1000), encode_announcement(replicas)]
         await self._script(ANNOUNCE, [view.layout.announced], args)
         now = self._wall_clock()
