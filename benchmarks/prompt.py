@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,19 @@ def milliseconds(run: Callable[[dict[str, Any]], Any], bodies: list[dict[str, An
     return {"p50_ms": statistics.median(taken), "min_ms": min(taken), "max_ms": max(taken)}
 
 
+def watched(load: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What `load` gives in a thread of its own, the time it took, and the longest that this thread stood still."""
+    with ThreadPoolExecutor(1) as thread:
+        start = last = time.perf_counter()
+        longest = 0.0
+        done = thread.submit(load)
+        while not done.done():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        return done.result(), {"load_ms": (last - start) * 1000, "longest_stall_ms": longest * 1000}
+
+
 def growing(start: list[dict[str, Any]], generator: random.Random, rounds: int) -> list[dict[str, Any]]:
     """Bodies of one conversation, each with an answer and a question of 400 characters more."""
     bodies = []
@@ -197,6 +211,10 @@ def main() -> int:
     console = Console()
     console.print(table)
     stats = report["cache"]
+    for way, times in report["loading"].items():
+        console.print(
+            f"loading, {way}: {times['load_ms']:.0f} ms, others stood still for {times['longest_stall_ms']:.0f}"
+        )
     console.print(f"caches: {stats['used_bytes'] / 2**20:.1f} of {stats['max_bytes'] / 2**20:.0f} MiB")
     return 0
 
@@ -205,12 +223,12 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
     """The report that --json prints: times in milliseconds, sizes in bytes."""
     cache = PromptCache(CACHE_MB << 20)
     pipeline = PromptPipeline(ModelSettings(tokenizer=str(folder), max_model_len=10**7), cache=cache)
-    pipeline.load()
+    _, loading = watched(pipeline.load)
 
     def ours(body: dict[str, Any]) -> int:
         return len(pipeline.blocks(pipeline.encode_now(CHAT, body), "pool", BLOCK_SIZE))
 
-    plain = Plain(folder)
+    plain, plainly = watched(lambda: Plain(folder))
     other = transformers_way(folder)
     sample = {"messages": [{"role": "user", "content": words(random.Random(1), 20_000)}]}
     ratio = len(pipeline.encode_now(CHAT, sample).token_ids) / 20_000
@@ -234,6 +252,7 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
         "model": name,
         "tokenizer": pipeline.state.split("(")[1].split(",")[0],
         "cases": rows,
+        "loading": {"ours": loading, "plain": plainly},
         "cache": cache.stats(),
     }
 

@@ -9,9 +9,12 @@ from .fleet.pool import Pool
 from .prompt.cache import PromptCache
 from .prompt.engine_tokenizer import EngineTokenizer
 from .prompt.pipeline import PromptPipeline
+from .prompt.tokenizer import TokenizerStore
 from .settings import Settings
 
 Key = tuple[Any, ...]
+KEPT = 64
+"""Encoders remembered, beside those in use: each change of a pool's adapters or engine version makes another."""
 ENGINE_SHARE = 0.6
 """Part of a decision's deadline that an engine's own tokenizer may take; the rest is for the lookup."""
 
@@ -22,6 +25,7 @@ class EncoderShelf:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cache = PromptCache(settings.prompt_cache_mb << 20)
+        self._tokenizers = TokenizerStore(self._cache)
         self._encoders: dict[Key, PromptPipeline] = {}
         self._lock = threading.Lock()
 
@@ -41,15 +45,16 @@ class EncoderShelf:
             tuple(sorted(pool.lora_modules)),
         )
         with self._lock:
-            encoder = self._encoders.get(key)
+            encoder = self._encoders.pop(key, None)
             if encoder is None:
-                encoder = self._encoders[key] = PromptPipeline(
+                encoder = PromptPipeline(
                     pool.settings,
                     root=root,
                     engine_version=facts.version,
                     max_model_len=facts.max_model_len,
                     lora_modules=pool.lora_modules,
                     cache=self._cache,
+                    tokenizers=self._tokenizers,
                     max_body_bytes=self._settings.max_body_bytes,
                     engine_tokenizer=EngineTokenizer(
                         lambda: list(dict.fromkeys(r.address for r in pool.replicas.values() if r.facts.reachable)),
@@ -59,6 +64,9 @@ class EncoderShelf:
                     ),
                 )
                 encoder.start()
+            self._encoders[key] = encoder  # the last asked for stands last
+            if len(self._encoders) > KEPT:
+                del self._encoders[next(iter(self._encoders))]
         pool.encoder = encoder
         pool.encoder_problem = None
 

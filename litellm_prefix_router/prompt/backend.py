@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,30 +65,30 @@ class FastokensBackend:
         return [ids[4 * start : 4 * end] for start, end in pairwise(bounds)]
 
 
-def choose_backend(tokenizer: Any, added: Sequence[str]) -> tuple[Backend, str | None]:
-    """The fastest library with the reference's ids on the sample, and why it is not fastokens where it is not.
+def fast_backend(file: Path, texts: Sequence[str], expected: Sequence[Sequence[int]]) -> Backend:
+    """`fastokens` with the tokenizer.json in `file`, if it gives the `expected` ids for `texts`.
 
-    `tokenizer` is a `tokenizers.Tokenizer`, `added` the text of its added tokens.
+    Raises ValueError, which says why not.
     """
-    reference = TokenizersBackend(tokenizer)
     try:
         import fastokens
     except ImportError:
-        return reference, "fastokens is not installed"
+        raise ValueError("fastokens is not installed") from None
     try:
-        fast = FastokensBackend(fastokens.Tokenizer.from_json_str(tokenizer.to_str()))
-        texts = list(_samples(added))
-        for text, ids, expected in zip(texts, fast.encode_many(texts), reference.encode_many(texts), strict=True):
-            if ids != expected:
-                return reference, f"fastokens differs on the sample ({len(text)} characters)"
+        fast = FastokensBackend(fastokens.Tokenizer.from_file(str(file)))
+        found = fast.encode_many(texts)
     except BaseException as error:  # the library panics (a BaseException) on what it does not support
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        return reference, f"fastokens cannot load it ({type(error).__name__})"
-    return fast, None
+        raise ValueError(f"fastokens cannot load it ({type(error).__name__})") from None
+    for text, ids, wanted in zip(texts, found, expected, strict=True):
+        if ids != _packed(wanted):
+            raise ValueError(f"fastokens differs on the sample ({len(text)} characters)")
+    return fast
 
 
-def _samples(added: Sequence[str]) -> list[str]:
+def sample_texts(added: Sequence[str]) -> list[str]:
+    """The sample around some of these added tokens' texts."""
     chosen = [*added[:8], *added[-8:]]
     texts = list(SAMPLE)
     for index, token in enumerate(chosen):

@@ -9,7 +9,6 @@ release 5.19; where a model is in none, the name in the files decides, as it doe
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from .encoded import PromptUnknown
@@ -121,9 +120,10 @@ def effective_tokenizer(files: TokenizerFiles) -> Any:
     """The `tokenizers.Tokenizer` that the engine builds. Raises PromptUnknown("tokenizer_missing")."""
     from tokenizers import AddedToken, Tokenizer
 
-    if files.tokenizer is None:
+    content = files.read_tokenizer()
+    if content is None:
         raise PromptUnknown("tokenizer_missing", f"no tokenizer.json in {files.folder.name}")
-    content = _rebuilt(files)
+    _rebuild(content, files)
     try:
         tokenizer = Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # the library raises bare Exception
@@ -163,14 +163,12 @@ def effective_tokenizer(files: TokenizerFiles) -> Any:
     return tokenizer
 
 
-def _rebuilt(files: TokenizerFiles) -> Mapping[str, Any]:
-    """tokenizer.json as the class of this model reads it."""
-    assert files.tokenizer is not None
-    content = dict(files.tokenizer)
+def _rebuild(content: dict[str, Any], files: TokenizerFiles) -> None:
+    """Change tokenizer.json's content to what the class of this model makes of it."""
     name = tokenizer_class(files)
     model = content.get("model")
     if not name or not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
-        return content
+        return
     config = files.tokenizer_config
     prefix_space = config.get("add_prefix_space")
     model = {
@@ -229,7 +227,6 @@ def _rebuilt(files: TokenizerFiles) -> Mapping[str, Any]:
         content["pre_tokenizer"] = _byte_level(bool(prefix_space))
         model |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     content["model"] = model
-    return content
 
 
 def _byte_level(prefix_space: bool, *, use_regex: bool = True) -> dict[str, Any]:

@@ -290,7 +290,7 @@ def _shape_only(messages: Any) -> Any:
 def _load(library: Any, files: TokenizerFiles) -> Any:
     """The library's encoding, its vocabulary taken from the model's files where they have it."""
     name = library.HarmonyEncodingName.HARMONY_GPT_OSS
-    model = files.tokenizer.get("model") if files.tokenizer else None
+    model = (files.read_tokenizer() or {}).get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     try:
         if not isinstance(vocabulary, dict):

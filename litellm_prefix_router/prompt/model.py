@@ -11,7 +11,6 @@ from typing import Any
 from ..settings import ModelSettings
 from .anthropic import anthropic_form
 from .blocks import TokenIds, as_token_ids
-from .cache import PromptCache
 from .chat import ServerOptions, chat_form
 from .completions import completion_prompt
 from .content_format import ContentFormat
@@ -31,7 +30,7 @@ from .request_forms import ChatForm, MediaPart, TokenizeRules, refuse
 from .responses import responses_form
 from .sandbox import Clock, TemplateSandbox
 from .template import ChatTemplate
-from .tokenizer import ModelTokenizer
+from .tokenizer import ModelTokenizer, TokenizerStore
 from .tokenizer_files import TokenizerFiles
 
 _MAX_REQUEST_TEMPLATES = 32
@@ -46,7 +45,7 @@ class EngineModel:
         files: TokenizerFiles,
         settings: ModelSettings,
         dialect: Dialect,
-        cache: PromptCache,
+        tokenizers: TokenizerStore,
         *,
         clock: Clock = datetime.now,
         max_model_len: int | None = None,
@@ -72,11 +71,11 @@ class EngineModel:
         mode = settings.tokenizer_mode
         self._mistral: MistralRenderer | None = None
         self._harmony: HarmonyRenderer | None = None
-        if mode == "mistral" or (mode == "auto" and files.tokenizer is None and files.has_tekken):
+        if mode == "mistral" or (mode == "auto" and not files.tokenizer_bytes and files.has_tekken):
             self._mistral = MistralRenderer(files.folder, self._options, dialect)
             self.source = self._mistral.source
         else:
-            self._tokenizer = ModelTokenizer(files, cache)
+            self._tokenizer = tokenizers.get(files)
             self._options = replace(self._options, vocab_size=self._tokenizer.vocab_size)
             self.source = self._tokenizer.source
         if mode == "harmony" or (mode == "auto" and files.model_type == "gpt_oss" and dialect.engine == "vllm"):

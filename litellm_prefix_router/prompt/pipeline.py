@@ -24,6 +24,7 @@ from .engine_tokenizer import EngineTokenizer
 from .hashing import BlockHasher
 from .model import EngineModel
 from .sandbox import Clock
+from .tokenizer import TokenizerStore
 from .tokenizer_files import find_folder, read_files
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class PromptPipeline:
 
     `settings` say how the engine was started; `root` is where its replicas say that the model lives (a folder or a
     Hugging Face id), used when the settings name no tokenizer. `max_model_len` and `lora_modules` are what replicas
-    report. `cache` may be shared by several pipelines; `clock` is the templates' local time. `engine_tokenizer` asks a
-    replica where its engine alone can render the prompt, and where no tokenizer can be had.
+    report. `cache` and `tokenizers` may be shared by several pipelines; `clock` is the templates' local time.
+    `engine_tokenizer` asks a replica where its engine alone can render the prompt, and where no tokenizer can be had.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class PromptPipeline:
         max_model_len: int | None = None,
         lora_modules: Iterable[str] = (),
         cache: PromptCache | None = None,
+        tokenizers: TokenizerStore | None = None,
         clock: Clock = datetime.now,
         max_body_bytes: int = 8 << 20,
         engine_tokenizer: EngineTokenizer | None = None,
     ) -> None:
         self.settings = settings or ModelSettings.model_validate({})
         self.cache = cache if cache is not None else PromptCache(256 << 20)
+        self._tokenizers = tokenizers if tokenizers is not None else TokenizerStore(self.cache)
         self._name = self.settings.tokenizer or root
         chosen = self.settings.engine if self.settings.engine != "auto" else (engine or "vllm")
         self._dialect = dialect_for(chosen, self.settings.engine_version or engine_version)
@@ -141,7 +144,7 @@ class PromptPipeline:
                 files,
                 settings,
                 self._dialect,
-                self.cache,
+                self._tokenizers,
                 clock=self._clock,
                 max_model_len=self._max_model_len,
                 lora_modules=self._lora_modules,

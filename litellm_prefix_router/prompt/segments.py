@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from .backend import Backend
 from .cache import PromptCache
+from .reference import AddedToken
 
 _GROUP_BYTES = 16 * 1024
 """Text that one look-up stands for, where all of it was seen together before."""
@@ -31,8 +31,8 @@ _MIN_CHARACTERS = 1024
 _PLAIN_FLAGS = ("normalized", "lstrip", "rstrip", "single_word")
 
 
-def cut_tokens(added: Mapping[int, Any]) -> dict[int, str]:
-    """The added tokens before which any text may be cut, by id. `added`: id -> tokenizers.AddedToken."""
+def cut_tokens(added: Mapping[int, AddedToken]) -> dict[int, str]:
+    """The added tokens before which any text may be cut, by id."""
     contents = [token.content for token in added.values()]
     endings: set[str] = set()
     for content in contents:
@@ -53,7 +53,7 @@ def cut_tokens(added: Mapping[int, Any]) -> dict[int, str]:
 class SegmentEncoder:
     """Encodes texts segment by segment, with the segments' ids in a shared cache."""
 
-    def __init__(self, backend: Backend, added: Mapping[int, Any], cache: PromptCache) -> None:
+    def __init__(self, backend: Backend, added: Mapping[int, AddedToken], cache: PromptCache) -> None:
         self._backend = backend
         self._cache = cache
         self._cuts = cut_tokens(added)

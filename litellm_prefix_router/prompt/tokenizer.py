@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import logging
+import threading
+from pathlib import Path
 
 import numpy as np
 
-from .backend import choose_backend
+from .backend import Backend, TokenizersBackend, fast_backend, sample_texts
 from .blocks import TokenIds
 from .cache import PromptCache
-from .effective import effective_tokenizer, special_tokens
+from .effective import special_tokens
+from .reference import Reference, reference
 from .request_forms import refuse
 from .segments import SegmentEncoder
-from .tokenizer_files import TokenizerFiles
+from .tokenizer_files import Stamp, TokenizerFiles
 
 log = logging.getLogger(__name__)
 
 
 class ModelTokenizer:
-    """Built from a model's files; building takes a second or so, encoding a text microseconds to milliseconds."""
+    """Built from a model's files; building takes seconds, encoding a text microseconds to milliseconds."""
 
     def __init__(self, files: TokenizerFiles, cache: PromptCache) -> None:
         """Raises PromptUnknown("tokenizer_missing")."""
-        tokenizer = effective_tokenizer(files)
-        added = tokenizer.get_added_tokens_decoder()
-        self.vocab_size: int = max(tokenizer.get_vocab_size(with_added_tokens=True), files.vocab_size or 0)
         self.special_tokens = special_tokens(files)
-        self._added_ids = np.asarray(sorted(added), dtype="<u4")
-        self._prefix, self._suffix = _surroundings(tokenizer)
-        backend, why = choose_backend(tokenizer, [token.content for token in added.values()])
+        with reference(files) as known:
+            backend = choose_backend(known, files.folder.name)
+        self.vocab_size: int = max(known.vocab_size, files.vocab_size or 0)
+        self._added_ids = np.asarray(sorted(known.added), dtype="<u4")
+        self._prefix, self._suffix = (np.asarray(ids, dtype="<u4").tobytes() for ids in (known.prefix, known.suffix))
         self.source = backend.name
-        self._segments = SegmentEncoder(backend, added, cache)
-        if why is not None:
-            log.info("%s: tokenizing with %s: %s", files.folder.name, backend.name, why)
+        self._segments = SegmentEncoder(backend, known.added, cache)
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -70,12 +70,30 @@ class ModelTokenizer:
         return ids[: int(positions[-1]) + 1 if len(positions) else 0]
 
 
-def _surroundings(tokenizer: object) -> tuple[bytes, bytes]:
-    """The ids that the post-processor puts before and after a text."""
-    encode = tokenizer.encode  # type: ignore[attr-defined]
-    plain, whole = encode("a", add_special_tokens=False).ids, encode("a", add_special_tokens=True).ids
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            before, after = whole[:start], whole[start + len(plain) :]
-            return np.asarray(before, dtype="<u4").tobytes(), np.asarray(after, dtype="<u4").tobytes()
-    return b"", b""
+class TokenizerStore:
+    """One tokenizer for each folder, however many encoders use it: what differs by engine version or LoRA adapter is
+    how a prompt is rendered. A folder whose files changed is read anew."""
+
+    def __init__(self, cache: PromptCache) -> None:
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._kept: dict[Path, tuple[Stamp, ModelTokenizer]] = {}
+
+    def get(self, files: TokenizerFiles) -> ModelTokenizer:
+        """Raises PromptUnknown("tokenizer_missing")."""
+        stamp = files.stamp()
+        with self._lock:
+            kept = self._kept.get(files.folder)
+            if kept is None or kept[0] != stamp:
+                kept = self._kept[files.folder] = (stamp, ModelTokenizer(files, self._cache))
+            return kept[1]
+
+
+def choose_backend(known: Reference, name: str) -> Backend:
+    """The fastest library with the reference's ids on the sample."""
+    texts = sample_texts([token.content for token in known.added.values()])
+    try:
+        return fast_backend(known.file, texts, known.expected)
+    except ValueError as why:
+        log.info("%s: tokenizing with %s: %s", name, TokenizersBackend.name, why)
+        return TokenizersBackend(known.tokenizer())

@@ -15,14 +15,16 @@ _NAMES = (
     *("chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json", "tekken.json"),
 )
 
+Stamp = tuple[tuple[str, int, int], ...]
+
 
 @dataclass(slots=True)
 class TokenizerFiles:
     """What a model's folder says about its tokenizer."""
 
     folder: Path
-    tokenizer: dict[str, Any] | None
-    """tokenizer.json, parsed."""
+    tokenizer_bytes: int = 0
+    """Size of tokenizer.json; 0 where there is none."""
     tokenizer_config: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     special_tokens_map: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +34,18 @@ class TokenizerFiles:
     processor_template: str | None = None
     has_processor: bool = False
     has_tekken: bool = False
+
+    def read_tokenizer(self) -> dict[str, Any] | None:
+        """tokenizer.json, parsed: large, and needed only while something is built from it.
+
+        Raises PromptUnknown("tokenizer_missing") where it cannot be parsed.
+        """
+        return _json(self.folder, "tokenizer.json")
+
+    def stamp(self) -> Stamp:
+        """Names, sizes and times of the files in the folder: differs when one of them was changed."""
+        found = [(path.name, path.stat()) for path in sorted(self.folder.glob("*.json*")) if path.is_file()]
+        return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
 
     @property
     def takes_media(self) -> bool:
@@ -99,7 +113,7 @@ def read_files(folder: Path) -> TokenizerFiles:
         processor = separate
     return TokenizerFiles(
         folder=folder,
-        tokenizer=_json(folder, "tokenizer.json"),
+        tokenizer_bytes=_size(folder, "tokenizer.json"),
         tokenizer_config=config,
         config=_json(folder, "config.json") or {},
         special_tokens_map=_json(folder, "special_tokens_map.json") or {},
@@ -134,6 +148,13 @@ def _text(folder: Path, name: str) -> str | None:
         except (OSError, EOFError, UnicodeDecodeError) as error:
             raise PromptUnknown("tokenizer_missing", f"{path.name}: {type(error).__name__}") from None
     return None
+
+
+def _size(folder: Path, name: str) -> int:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path.stat().st_size
+    return 0
 
 
 def _json(folder: Path, name: str) -> dict[str, Any] | None:

@@ -13,13 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from litellm_prefix_router.prompt import segments
-from litellm_prefix_router.prompt.backend import TokenizersBackend, choose_backend
+from litellm_prefix_router.prompt.backend import Backend, TokenizersBackend
 from litellm_prefix_router.prompt.blocks import chain_hashes
 from litellm_prefix_router.prompt.cache import PromptCache
 from litellm_prefix_router.prompt.effective import effective_tokenizer
 from litellm_prefix_router.prompt.hashing import BlockHasher
+from litellm_prefix_router.prompt.reference import reference
 from litellm_prefix_router.prompt.segments import SegmentEncoder, cut_tokens
-from litellm_prefix_router.prompt.tokenizer_files import read_files
+from litellm_prefix_router.prompt.tokenizer import choose_backend
+from litellm_prefix_router.prompt.tokenizer_files import TokenizerFiles, read_files
 
 from .recordings import PROMPTS, REPOSITORY
 
@@ -30,7 +32,17 @@ RELAXED = settings(max_examples=30, deadline=None, suppress_health_check=[Health
 
 @cache
 def tokenizer(model: str) -> Any:
-    return effective_tokenizer(read_files(TINY if model == "tiny" else Path(PROMPTS / model)))
+    return effective_tokenizer(files(model))
+
+
+@cache
+def fast(model: str) -> Backend:
+    with reference(files(model)) as known:
+        return choose_backend(known, model)
+
+
+def files(model: str) -> TokenizerFiles:
+    return read_files(TINY if model == "tiny" else Path(PROMPTS / model))
 
 
 def texts(model: str) -> st.SearchStrategy[str]:
@@ -48,15 +60,14 @@ def texts(model: str) -> st.SearchStrategy[str]:
 def test_segments_give_the_ids_of_the_whole_text(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHARACTERS", 0)
     monkeypatch.setattr(segments, "_GROUP_BYTES", 12)
-    reference = TokenizersBackend(tokenizer(model))
+    slow = TokenizersBackend(tokenizer(model))
     added = tokenizer(model).get_added_tokens_decoder()
-    backend, _ = choose_backend(tokenizer(model), [token.content for token in added.values()])
-    for chosen in {reference.name: reference, backend.name: backend}.values():
+    for chosen in {slow.name: slow, fast(model).name: fast(model)}.values():
         encoder = SegmentEncoder(chosen, added, PromptCache(1 << 20))
-        _compare(encoder, reference, model)
+        _compare(encoder, slow, model)
         for cut in list(cut_tokens(added).values())[:6]:
             encoder._cut = cut.encode()
-            _compare(encoder, reference, model)
+            _compare(encoder, slow, model)
 
 
 def _compare(encoder: SegmentEncoder, reference: TokenizersBackend, model: str) -> None:
