@@ -87,8 +87,7 @@ def _hold_back(loop: asyncio.AbstractEventLoop, warm: threading.Event, wait_s: f
     """Have the proxy serve nobody before it is warm, or before `wait_s` is over.
 
     LiteLLM has no hook that could delay its readiness. An event loop that stands still does: probes and requests wait,
-    and a load balancer keeps sending to the other gateways. It costs little, since a tokenizer that is being loaded
-    keeps the interpreter to itself anyway.
+    and a load balancer keeps sending to the other gateways.
     """
     until = loop.time() + wait_s
 
