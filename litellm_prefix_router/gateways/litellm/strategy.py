@@ -25,6 +25,7 @@ from ...fleet.pool import RANK_HEADER
 from ...request import RoutingRequest
 from ...service import RouterService
 from ...settings import Settings, SettingsError, load_settings
+from ..report_mode import take_out_report_mode
 from . import call_site
 from .call_site import find_call_site
 from .deployments import DeploymentMap, deployment_replica, read_deployments, signature_of
@@ -251,6 +252,7 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
         router = proxy_router()
         if router is not None:
             self.attach(router)
+        take_out_report_mode(data)
         return data
 
     async def async_post_call_response_headers_hook(
