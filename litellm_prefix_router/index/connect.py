@@ -64,6 +64,8 @@ def connect(url: str, settings: Settings, *, max_connections: int = 64) -> Any:
         "protocol": 2,
         "driver_info": None,  # saves two commands on every new connection, which some ACLs refuse
     }
+    if scheme != "unix":
+        options["socket_keepalive"] = True  # a host that vanishes without a word
     if scheme in _PLAIN:
         try:
             return Redis.from_url(url, max_connections=max_connections, **options)
