@@ -103,7 +103,7 @@ def _read(folder: Path) -> Reference:
 
 def _built_by_a_child(model: Path, folder: Path) -> bool:
     """Whether a child process could build it. Where none can be started, or it fails, this one does without."""
-    if not sys.executable:
+    if not sys.executable or getattr(sys, "frozen", False):  # no interpreter that could be started again
         return False
     command = [sys.executable, "-m", __name__, str(model), str(folder)]
     try:
