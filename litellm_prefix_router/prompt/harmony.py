@@ -68,8 +68,8 @@ class HarmonyRenderer:
         except Exception as error:  # the library checks what it is given with exceptions of several kinds
             raise PromptUnknown("refused", f"harmony: {type(error).__name__}") from None
         limit = self._options.max_model_len
-        if limit is not None and len(ids) > limit:
-            refuse("the prompt is longer than the model's context")
+        if limit is not None and len(ids) >= limit:
+            refuse("the prompt leaves no room in the model's context")
         return EncodedPrompt(as_token_ids(ids), identity, self.source)
 
     def _render(self, messages: list[Any]) -> list[int]:

@@ -132,8 +132,8 @@ class MistralRenderer:
                 ids = np.concatenate([ids[:1], ids[len(ids) - keep + 1 :]])  # the first stays
             else:
                 ids = ids[len(ids) - keep :]
-        if limit is not None and len(ids) > limit:
-            refuse("the prompt is longer than the model's context")
+        if limit is not None and len(ids) >= limit:
+            refuse("the prompt leaves no room in the model's context")
         if not len(ids):
             refuse("the prompt is empty")
         return np.ascontiguousarray(ids)
