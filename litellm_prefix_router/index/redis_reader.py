@@ -6,21 +6,21 @@ of the gaps where runs end. A third round trip happens only right after the rost
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import msgspec
-
 from ..settings import Settings
 from .connect import connect
-from .contract import IndexLookup, ReplicaLoad, ReplicaRecord
-from .layout import LOWER_TIERS, TIERS, Layout, block_keys, pack_hashes, pools_key, replica_tag, state_key, states_key
+from .contract import IndexLookup, IndexUnavailable, ReplicaLoad, ReplicaRecord
+from .layout import Layout, block_keys, pack_hashes, pools_key, replica_tag, state_key, states_key
 from .placement_sender import PlacementSender
 from .plan import LookupPlan, canonical_positions
-from .records import as_fields, decode_loads, decode_roster, encode_announcement, encode_loads, sum_loads
+from .records import as_fields, decode_loads, encode_announcement, encode_loads, sum_loads
 from .redis_guard import RedisGuard
+from .roster import Roster
 from .scripts import ANNOUNCE, LOADS
 
 _ROSTER_AGE_S = 5.0
@@ -35,20 +35,15 @@ class _PoolView:
     """What one reader knows about a pool between lookups."""
 
     __slots__ = (
-        "abandoned", "announced", "families", "gateways", "known", "layout", "live", "loads", "loads_at", "loads_raw",
-        "roster", "roster_at", "slots", "tags", "tiers", "version",
+        "announced", "gateways", "known", "layout", "loads", "loads_at", "loads_raw", "refresh", "roster", "roster_at",
+        "tags",
     )  # fmt: skip
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.version: bytes | None = b"?"  # not read yet
-        self.roster: Mapping[str, ReplicaRecord] = {}
-        self.abandoned: Mapping[str, ReplicaRecord] | None = None
+        self.roster: Roster | None = None
         self.roster_at = float("-inf")
-        self.live = 0
-        self.slots: dict[int, str] = {}
-        self.tiers: tuple[str, ...] = ("gpu",)
-        self.families: list[bytes] = []
+        self.refresh: asyncio.Task[None] | None = None
         self.tags: dict[bytes, str] = {}
         self.known: set[str] = set()
         self.announced: frozenset[str] = frozenset()
@@ -57,33 +52,11 @@ class _PoolView:
         self.loads_at = float("-inf")
         self.loads_raw: tuple[bytes | None, ...] = ()
 
-    def take_roster(self, version: bytes | None, fields: Mapping[bytes, bytes], now: float) -> None:
-        epoch = (version or b"").partition(b":")[0]
-        self.version = version
-        self.roster_at = now
-        valid = bool(epoch) and fields.get(b"@e") == epoch
-        self.roster = decode_roster(fields) if valid else {}
-        self.abandoned = None
-        self.slots = {r.slot: name for name, r in self.roster.items() if r.slot is not None}
-        self.live = sum(1 << slot for slot in self.slots)
-        lower = [tier for tier in LOWER_TIERS if b"@t" + TIERS[tier] in fields]
-        self.tiers = ("gpu", *lower)
-        self.families = [self.layout.family(tier, epoch) for tier in self.tiers] if valid else []
-        self.forget_but(self.announced | self.roster.keys())
-        self.know(self.roster)
-
-    def seen(self, alive: bool) -> Mapping[str, ReplicaRecord]:
-        """The roster; where no indexer is left, what it says of its replicas is not exact any more."""
-        if alive:
-            return self.roster
-        if self.abandoned is None:
-            self.abandoned = {
-                name: msgspec.structs.replace(record, knowledge="stale", note="no indexer follows its events")
-                if record.slot is not None
-                else record
-                for name, record in self.roster.items()
-            }
-        return self.abandoned
+    def take_roster(self, roster: Roster, now: float) -> None:
+        self.roster, self.roster_at = roster, now
+        if roster.valid:  # without an indexer nobody lists the replicas, and placements are all there is
+            self.forget_but(self.announced | roster.records.keys())
+        self.know(roster.records)
 
     def know(self, names: Iterable[str]) -> None:
         for name in names:
@@ -136,49 +109,47 @@ class RedisIndexReader:
 
     async def lookup(self, pool: str, blocks: Sequence[int]) -> IndexLookup:
         view = self._view(pool)
+        roster = view.roster or await self._read_roster(view)
         if self._clock() - view.roster_at > _ROSTER_AGE_S:
-            await self._read_roster(view)
+            self._refresh(view)
         placed = canonical_positions(len(blocks)) if self._settings.placement_ttl_s > 0 else ()
         placed_keys = block_keys(view.layout.placed, blocks, placed)
         for _ in range(3):  # more only if the roster changes with each round trip
-            plan = LookupPlan(len(blocks), view.live, len(view.tiers), self._settings.lookup_max_reads)
+            plan = LookupPlan(len(blocks), roster.live, len(roster.tiers), self._settings.lookup_max_reads)
             load_keys = self._load_keys(view)
             keys = [view.layout.version, view.layout.gateways, view.layout.alive, *load_keys, *placed_keys]
-            for family in view.families:
+            for family in roster.families:
                 keys += block_keys(family, blocks, plan.probes)
             values = await self._mget(keys)
             self._take_loads(view, values[1], values[_HEAD : _HEAD + len(load_keys)], len(load_keys) > 0)
-            if values[0] == view.version:
+            if values[0] == roster.version:
                 break
-            await self._read_roster(view)
+            planned, roster = roster, await self._read_roster(view)
+        else:
+            roster = planned  # what was read can only be understood by the state that it was planned with
         first = _HEAD + len(load_keys)
         recent = self._recent(view, placed, values[first : first + len(placed)])
-        spans = plan.probed(
-            _levels(values[first + len(placed) :], len(plan.probes), len(plan.probes and view.families))
-        )
+        probed = _levels(values[first + len(placed) :], len(plan.probes), len(plan.probes and roster.families))
+        spans = plan.probed(probed)
         if spans:
             keys = []
-            for family in view.families:
+            for family in roster.families:
                 keys += block_keys(family, blocks, spans)
-            rows = _levels(await self._mget(keys), len(spans), len(view.families))
+            rows = _levels(await self._mget(keys), len(spans), len(roster.families))
             plan.filled([dict(zip(spans, row, strict=True)) for row in rows])
         return IndexLookup(
-            matches={view.slots[slot]: count for slot, count in plan.matches().items() if slot in view.slots},
+            matches=roster.by_replica(plan.matches()),
             recent=recent,
-            lower={
-                tier: {view.slots[slot]: n for slot, n in plan.matches(level).items() if slot in view.slots}
-                for level, tier in enumerate(view.tiers)
-                if level
-            },
+            lower={tier: roster.by_replica(plan.matches(level)) for level, tier in enumerate(roster.tiers) if level},
             loads=view.loads,
-            roster=view.seen(values[2] is not None),
+            roster=roster.seen(values[2] is not None),
         )
 
     async def roster(self, pool: str) -> Mapping[str, ReplicaRecord]:
         view = self._view(pool)
-        await self._read_roster(view)
+        roster = await self._read_roster(view)
         (alive,) = await self._mget([view.layout.alive])
-        return view.seen(alive is not None)
+        return roster.seen(alive is not None)
 
     async def announce(self, pool: str, replicas: Sequence[ReplicaRecord], ttl_s: float) -> None:
         view = self._view(pool)
@@ -233,6 +204,9 @@ class RedisIndexReader:
 
     async def close(self) -> None:
         await self._placements.close()
+        for view in self._pools.values():
+            if view.refresh is not None:
+                view.refresh.cancel()
         await self._guard.close()
 
     def _view(self, pool: str) -> _PoolView:
@@ -248,15 +222,27 @@ class RedisIndexReader:
     async def _script(self, script: str, keys: list[bytes], args: list[Any]) -> None:
         await self._guard.run_script(script, keys, args)
 
-    async def _read_roster(self, view: _PoolView) -> None:
+    async def _read_roster(self, view: _PoolView) -> Roster:
         # the version first: if the roster changes in between, the next lookup sees a version newer than ours
         (version,) = await self._mget([view.layout.version])
-        raw = await self._guard.execute("HGETALL", view.layout.roster)
-        view.take_roster(version, as_fields(raw), self._clock())
+        roster = Roster(view.layout, version, as_fields(await self._guard.execute("HGETALL", view.layout.roster)))
+        view.take_roster(roster, self._clock())
         if self._clock() - self._offset_at > _OFFSET_AGE_S:
             seconds, micros = await self._guard.execute("TIME")
             self._clock_offset_s = int(seconds) + int(micros) / 1e6 - self._wall_clock()
             self._offset_at = self._clock()
+        return roster
+
+    def _refresh(self, view: _PoolView) -> None:
+        """Read the roster again behind the decisions, which need not wait for it."""
+        if view.refresh is None or view.refresh.done():
+            view.refresh = asyncio.get_running_loop().create_task(self._refresh_now(view))
+
+    async def _refresh_now(self, view: _PoolView) -> None:
+        try:
+            await self._read_roster(view)
+        except IndexUnavailable:
+            pass  # the lookup that asked for it meets the same
 
     def _load_keys(self, view: _PoolView) -> list[bytes]:
         if self._clock() - view.loads_at < self._loads_age_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -126,6 +127,44 @@ async def test_placements_are_shared_between_gateways(index: Any) -> None:
     found = await other.lookup(POOL, CHAIN[:600])
     assert found.matches == {} and found.recent == {NAMES[3]: 497}  # rounded down to a canonical position
     assert (await other.lookup(POOL, CHAIN[:16])).recent == {NAMES[3]: 16}
+
+
+async def test_placements_need_no_indexer(index: Any) -> None:
+    mine, other = index.reader("a"), index.reader("b")
+    for reader in (mine, other):
+        await reader.announce(POOL, [ReplicaRecord(NAMES[3], NAMES[3])], 30.0)
+    mine.place(POOL, NAMES[3], CHAIN[:500], 30.0)
+    await mine.placed()
+    for reader in (mine, other, other):
+        assert (await reader.lookup(POOL, CHAIN[:500])).recent == {NAMES[3]: 497}
+
+
+async def test_lookups_that_overlap_with_roster_changes_see_one_state(index: Any) -> None:
+    writer, reader = index.writer(), index.reader()
+    fleet = await start(writer)
+    record_0, fence = fleet[NAMES[0]]
+    await write(writer, fleet[NAMES[1]], CHAIN[:30])
+    done = False
+
+    async def look() -> int:
+        looked = 0
+        while not done:
+            found = await reader.lookup(POOL, CHAIN[:40])
+            # of the changing one less may be seen while its blocks go from one life to the next, never more
+            assert found.matches.pop(NAMES[0], 0) <= 20 and found.matches == {NAMES[1]: 30}
+            looked += 1
+            await asyncio.sleep(0)
+        return looked
+
+    async def live() -> None:
+        nonlocal done
+        for life in range(40):
+            begun = await writer.begin_incarnation(POOL, record_0, fence)
+            await writer.apply(POOL, [BlockWrite(begun, fence, True, pack_hashes(CHAIN[: 10 + 10 * (life % 2)]))])
+        done = True
+
+    *looked, _ = await asyncio.gather(*(look() for _ in range(8)), live())
+    assert min(looked) > 0
 
 
 async def test_loads_are_those_of_other_gateways(index: Any) -> None:
