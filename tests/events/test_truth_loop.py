@@ -100,3 +100,19 @@ async def test_a_doubted_replica_is_read_anew_once_for_each_doubt(settings: Sett
         await eventually(lambda: matches(reader, [replica, other]), {0: blocks, 1: blocks})
         await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in (replica, other)})
         assert await lives() == after
+
+
+async def test_an_event_socket_that_gateways_name_differently_from_now_on_is_taken(settings: Settings) -> None:
+    async with SimReplica(CONFIG) as replica, SimReplica(CONFIG) as other, contextlib.AsyncExitStack() as stack:
+        reader = RedisIndexReader(settings, "gw")
+        stack.push_async_callback(reader.close)
+        wrong = ReplicaRecord(replica.base_url, replica.base_url, events="tcp://127.0.0.1:1")
+        await reader.announce(POOL, [wrong, *records([other])], 60)
+        await stack.enter_async_context(running(Indexer(settings)))
+        await ask(replica, TEXT)
+        await eventually(lambda: knowledge(reader), {replica.base_url: "stale", other.base_url: "exact"})
+        (events,), (replay,) = replica.event_endpoints, replica.replay_endpoints
+        right = ReplicaRecord(replica.base_url, replica.base_url, events=events, replay=replay)
+        await reader.announce(POOL, [right, *records([other])], 60)
+        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in (replica, other)})
+        await eventually(lambda: matches(reader, [replica, other]), {0: await full_chain(reader, replica)})
