@@ -147,13 +147,13 @@ class Indexer:
             if name not in work.followers:
                 await self._take(work, pool, announced.get(name) or roster[name], roster.get(name), fence)
         for name, follower in list(work.followers.items()):
-            wanted = announced.get(name)
-            if wanted is None:
+            told = announced.get(name)
+            if told is None:
                 continue
-            follower.doubt(wanted.doubted_at)
-            if (wanted.events, wanted.replay) != (follower.record.events, follower.record.replay):
+            follower.doubt(told.doubted_at)
+            if (told.events, told.replay) != (follower.record.events, follower.record.replay):
                 self._leave(work, name)  # the operator has named another event socket
-                await self._take(work, pool, wanted, roster.get(name), follower.fence)
+                await self._take(work, pool, told, roster.get(name), follower.fence)
         await self._retire_absent(work, pool, announced)
         surplus = len(work.followers) - claim.fair_share
         if surplus > 0 and claim.indexers > 1:

@@ -8,23 +8,30 @@ costs misses at most; gateways take the field out of bodies that come from clien
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 _FIELD = "kv_cache_report_mode"
-_XARGS = "vllm_xargs"
+XARGS = "vllm_xargs"
+
+
+def without_report_mode(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The body's `vllm_xargs` without the field; None where it is not there."""
+    given = body.get(XARGS)
+    if not isinstance(given, dict) or _FIELD not in given:
+        return None
+    return {name: value for name, value in given.items() if name != _FIELD}
 
 
 def take_out_report_mode(body: dict[str, Any]) -> bool:
     """Take the field out of `body`, in place, and out of an `extra_body` that LiteLLM sends along. Was it there?"""
     found = False
     for fields in (body, body.get("extra_body")):
-        xargs = fields.get(_XARGS) if isinstance(fields, dict) else None
-        if not isinstance(fields, dict) or not isinstance(xargs, dict) or _FIELD not in xargs:
+        if not isinstance(fields, dict) or (rest := without_report_mode(fields)) is None:
             continue
         found = True
-        rest = {name: value for name, value in xargs.items() if name != _FIELD}
         if rest:
-            fields[_XARGS] = rest
+            fields[XARGS] = rest
         else:
-            del fields[_XARGS]
+            del fields[XARGS]
     return found

@@ -19,7 +19,6 @@ import msgspec
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 SALT_HEX_DIGITS = 32
-REPORT_MODE = "kv_cache_report_mode"
 
 
 def read_object(body: bytes) -> dict[str, Any] | None:
@@ -39,17 +38,6 @@ def salt_of(tenant: str, secret: str) -> str:
     return hmac.new(secret.encode(), tenant.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[
         :SALT_HEX_DIGITS
     ]
-
-
-def without_report_mode(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The body's `vllm_xargs` without the wish that the engine report cached blocks again; None: it has none.
-
-    Each such report would count as one more copy, which the index then believes to be left when one is evicted.
-    """
-    given = body.get("vllm_xargs")
-    if not isinstance(given, dict) or REPORT_MODE not in given:
-        return None
-    return {name: value for name, value in given.items() if name != REPORT_MODE}
 
 
 def edit_object(body: bytes, changes: Mapping[str, Any]) -> bytes:

@@ -25,9 +25,10 @@ from ...decision import RECEIPT_HEADER, Decision
 from ...fleet.pool import RANK_HEADER, address_of
 from ...request import RoutingRequest
 from ...settings import Settings
+from ..report_mode import XARGS, without_report_mode
 from . import wire
 from .actions import Action, Finished, FirstToken, HangUp, Place, Reply, Served, Unplaced
-from .bodies import edit_object, read_object, salt_of, without_report_mode
+from .bodies import edit_object, read_object, salt_of
 from .directory import Directory, PoolView, rank_of
 from .health import HealthBook
 from .usage import UsageReader, readable
@@ -249,7 +250,7 @@ class Stream:
             changes["cache_salt"] = salt_of(self._tenant() or "", secret.get_secret_value())
         arguments = without_report_mode(body)
         if arguments is not None:
-            changes["vllm_xargs"] = arguments
+            changes[XARGS] = arguments
         if not changes:
             return body
         try:
