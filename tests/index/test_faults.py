@@ -276,23 +276,29 @@ async def test_every_kind_of_url_makes_a_client() -> None:
 
 
 async def test_an_acl_user_with_the_documented_rights(own_server: Any) -> None:
-    admin = own_server.client()
-    admin.execute_command(
-        "ACL", "SETUSER", "router", "on", ">pw", "~acl*", "resetchannels", "-@all", "+mget", "+get", "+set", "+setex",
-        "+del", "+expire", "+pexpire", "+hget", "+hset", "+hdel", "+hgetall", "+hincrby", "+zadd", "+zrange",
-        "+zremrangebyscore", "+eval", "+evalsha", "+time", "+ping",
-    )  # fmt: skip
-    url = f"redis://router:pw@127.0.0.1:{own_server.port}/0"
+    text = (Path(__file__).parents[2] / "docs/redis.md").read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("ACL SETUSER"))
+    own_server.client().execute_command(*line.replace("PASSWORD", "pw").replace("~prefix-router", "~acl").split())
+    url = f"redis://prefix-router:pw@127.0.0.1:{own_server.port}/0"
     settings = Settings(redis_url=url, key_prefix="acl", redis_timeout_ms=2000)
     writer, fleet = await fill(settings)
+    record, fence = fleet[NAMES[0]]
     reader = RedisIndexReader(settings)
     await reader.announce(POOL, [ReplicaRecord(name, name) for name in NAMES], 60)
     reader.place(POOL, NAMES[0], CHAIN, 60)
     await reader.placed()
     await reader.publish_loads(POOL, "gw", {NAMES[0]: ReplicaLoad(1, 2, 3)}, 60)
+    await reader.publish_state("gw", b"{}", 60)
+    assert await reader.states() == {"gw": b"{}"} and await reader.pools() == [POOL]
     assert (await reader.lookup(POOL, CHAIN)).matches == dict.fromkeys(NAMES, 100)
     assert set(await writer.announced(POOL)) == set(NAMES) and await writer.pools() == [POOL]
-    await writer.retire(POOL, NAMES[0], fleet[NAMES[0]][1])
+    await writer.apply(POOL, [BlockWrite(record, fence, False, pack_hashes(CHAIN[50:]))])
+    await writer.apply(POOL, [BlockWrite(record, fence, True, pack_hashes(CHAIN[:10]), "cpu")])
+    assert (await reader.lookup(POOL, CHAIN)).matches == {**dict.fromkeys(NAMES, 100), NAMES[0]: 50}
+    await writer.save_snapshot(POOL, NAMES[0], fence, b"x")
+    assert await writer.load_snapshot(POOL, NAMES[0]) == b"x" and await writer.update(POOL, record, fence)
+    await writer.retire(POOL, NAMES[0], fence)
+    await writer.release(POOL, "ix", {name: fence for name, (_, fence) in fleet.items()}, leave=True)
     await reader.close()
     await writer.close()
 
