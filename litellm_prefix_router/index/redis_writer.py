@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,8 +44,7 @@ class RedisIndexWriter:
 
     async def announced(self, pool: str) -> dict[str, ReplicaRecord]:
         layout = self._layout(pool)
-        fields = await self._hash(layout.announced)
-        seconds, _ = await self._guard.execute("TIME")
+        fields, (seconds, _) = await asyncio.gather(self._hash(layout.announced), self._guard.execute("TIME"))
         live = [
             value
             for name, value in sorted(fields.items())

@@ -133,9 +133,7 @@ async def test_an_emptied_redis_is_written_again_from_memory(
         full = len(chain(fleet[0], TEXT, (await reader.roster(POOL))[fleet[0].base_url].block_size))
         await eventually(lambda: matches(reader, fleet), dict.fromkeys(range(4), full))
         client = valkey.client()
-        for key in client.scan_iter(match=settings.key_prefix + "*"):
-            client.delete(key)
-        assert await matches(reader, fleet) == {}
+        client.delete(*client.keys(settings.key_prefix + "*"))  # at once, or some of what is written again goes, too
         await eventually(lambda: matches(reader, fleet), dict.fromkeys(range(4), full))
         assert "writing it again from memory" in caplog.text
     await reader.close()
