@@ -173,8 +173,16 @@ class SubscriberHub:
         if stream is None or subscription not in stream.listeners:
             return
         stream.listeners.remove(subscription)
-        if not stream.listeners:
-            del self._streams[subscription.key]
+        _, bound = subscription.key
+        if bound:  # its port is not free at once: whoever subscribes again in the same breath takes up this socket
+            asyncio.get_running_loop().call_soon(self._close_unused, subscription.key)
+        else:
+            self._close_unused(subscription.key)
+
+    def _close_unused(self, key: tuple[str, bool]) -> None:
+        stream = self._streams.get(key)
+        if stream is not None and not stream.listeners:
+            del self._streams[key]
             stream.close()
 
     def close(self) -> None:

@@ -215,6 +215,16 @@ async def test_without_a_free_socket_the_caller_is_told() -> None:
     hub.close()
 
 
+async def test_a_bound_socket_can_be_left_and_taken_up_at_once() -> None:
+    hub, address = SubscriberHub(), StreamAddress(f"tcp://127.0.0.1:{free_port()}", True, b"")
+    for _ in range(50):
+        subscription = hub.subscribe(address, lambda seq, raw: None, lambda up: None)
+        await asyncio.sleep(0.005)
+        subscription.close()
+    hub.subscribe(address, lambda seq, raw: None, lambda up: None)
+    hub.close()
+
+
 async def test_hundreds_of_replicas_in_one_indexer_process(settings: Settings) -> None:
     count, frames, blocks = 300, 20, 4
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
