@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .open_files import allow_many_files
+
 if TYPE_CHECKING:
     from ..gateways.ext_proc.server import ExtProcServer
     from ..settings import Settings
@@ -42,6 +44,7 @@ def ext_proc(
         from ..gateways.ext_proc.workers import run_workers
 
         raise typer.Exit(run_workers(settings.envoy.workers, _command(config, listen)))
+    allow_many_files()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, config, worker))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 from typing import Annotated
 
 import typer
 
 from .index_options import ConfigOption, KeyPrefixOption, RedisUrlOption, settings_from
+from .open_files import allow_many_files
 
 
 def indexer(
@@ -33,7 +33,7 @@ def indexer(
     logging.getLogger("litellm_prefix_router").setLevel(logging.DEBUG if verbose else logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
-    _allow_many_files()
+    allow_many_files()
 
     async def run() -> None:
         service = Indexer(settings, indexer_id=name)
@@ -45,10 +45,3 @@ def indexer(
         logging.getLogger("litellm_prefix_router").info("indexer %s drained", service.indexer_id)
 
     asyncio.run(run())
-
-
-def _allow_many_files() -> None:
-    """A replica's stream takes four descriptors; the usual limit, 1,024, is meant for programs that use select()."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -95,7 +95,7 @@ class Follower:
 
     def doubt(self, doubted_at: float) -> None:
         """A gateway found at that time that responses contradict the index. Once for each time: begin anew."""
-        if self.tracker is None or doubted_at <= self.record.doubted_at:
+        if self.tracker is None or self._address is None or doubted_at <= self.record.doubted_at:
             return
         logger.warning("%s: responses contradict its events; reading them anew", self.replica_id)
         self._publish(doubted_at=doubted_at)
@@ -189,7 +189,11 @@ class Follower:
             if self._unheard is None or self._unheard[0] != frames:
                 logger.warning("%s: %s; connecting again", self.replica_id, note)
             self._unheard = (frames, note)
-            self._subscribe(self._address)
+            try:
+                self._subscribe(self._address)
+            except OSError as error:
+                logger.warning("%s: %s", self.replica_id, error)
+                self._address = None  # to be found, and subscribed to, again
         self.refresh()
 
     def _choose(self, facts: ReplicaFacts) -> tuple[StreamAddress | None, str]:

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import httpx
@@ -30,6 +30,9 @@ logger = logging.getLogger("litellm_prefix_router.events")
 
 _ABSENT_ROUNDS = 3
 """A replica that no gateway announces for this many rounds is retired."""
+_RETRY_S = 0.1
+_TRANSFERS = 4
+"""Snapshots under way to or from Redis at once: several hide its latency, many would starve the leases."""
 
 
 class _PoolWork:
@@ -43,6 +46,7 @@ class _PoolWork:
         self.absent: dict[str, int] = {}
         self.epoch = ""
         self.grace_until = 0.0
+        self.handing_over = False
         self.renewed_at: dict[str, float] = {}
         self.saved_at: dict[str, float] = {}
 
@@ -58,6 +62,7 @@ class Indexer:
         self._stopping = asyncio.Event()
         self._reachable = True
         self._background: set[asyncio.Task[None]] = set()
+        self._transfers = asyncio.Semaphore(_TRANSFERS)
 
     @property
     def following(self) -> dict[str, list[ReplicaRecord]]:
@@ -100,8 +105,9 @@ class Indexer:
     async def _round(self) -> None:
         """Renew, claim, release, and look after what is held."""
         try:
-            for pool in {*await self._writer.pools(), *self._pools}:
-                await self._tend(pool)
+            pools = {*await self._writer.pools(), *self._pools}
+            # all at once: one after another, a slow Redis would cost more than a lease
+            await _at_once(map(self._tend, pools))
         except IndexUnavailable as error:
             if self._reachable:
                 logger.warning("indexer %s: %s", self.indexer_id, error)
@@ -116,8 +122,7 @@ class Indexer:
         if work is None:
             writing = PoolWriting(pool, self._writer, self.settings)
             work = self._pools[pool] = _PoolWork(writing, asyncio.create_task(writing.run()))
-        announced = await self._writer.announced(pool)
-        roster = await self._writer.roster(pool)
+        announced, roster = await asyncio.gather(self._writer.announced(pool), self._writer.roster(pool))
         wanted = dict.fromkeys((*announced, *roster), 0) | {n: f.fence for n, f in work.followers.items()}
         if not wanted:
             return
@@ -145,7 +150,7 @@ class Indexer:
                     work.writing.changed(follower, True)
         for name, fence in claim.claimed.items():
             if name not in work.followers:
-                await self._take(work, pool, announced.get(name) or roster[name], roster.get(name), fence)
+                self._take(work, pool, announced.get(name) or roster[name], roster.get(name), fence)
         for name, follower in list(work.followers.items()):
             told = announced.get(name)
             if told is None:
@@ -153,17 +158,15 @@ class Indexer:
             follower.doubt(told.doubted_at)
             if (told.events, told.replay) != (follower.record.events, follower.record.replay):
                 self._leave(work, name)  # the operator has named another event socket
-                await self._take(work, pool, told, roster.get(name), follower.fence)
+                self._take(work, pool, told, roster.get(name), follower.fence)
         await self._retire_absent(work, pool, announced)
         surplus = len(work.followers) - claim.fair_share
-        if surplus > 0 and claim.indexers > 1:
-            await self._hand_over(work, pool, list(work.followers)[-surplus:])
+        if surplus > 0 and claim.indexers > 1 and not work.handing_over:
+            work.handing_over = True
+            self._spawn(self._hand_over(work, pool, list(work.followers)[-surplus:]))
         self._look_after(work, pool)
 
-    async def _take(
-        self, work: _PoolWork, pool: str, record: ReplicaRecord, known: ReplicaRecord | None, fence: int
-    ) -> None:
-        snapshot = await self._writer.load_snapshot(pool, record.replica_id)
+    def _take(self, work: _PoolWork, pool: str, record: ReplicaRecord, known: ReplicaRecord | None, fence: int) -> None:
         record = msgspec.structs.replace(
             record,
             slot=known.slot if known else None,
@@ -181,33 +184,51 @@ class Indexer:
 
         follower = Follower(pool, record, fence, self.settings, self._hub, self._client, on_output, writing.changed)
         work.followers[record.replica_id] = follower
-        task = work.tasks[record.replica_id] = asyncio.create_task(follower.run(snapshot))
+        task = work.tasks[record.replica_id] = asyncio.create_task(self._follow(pool, follower))
         task.add_done_callback(_report)
         now = time.monotonic()
         work.renewed_at[record.replica_id] = work.saved_at[record.replica_id] = now
 
+    async def _follow(self, pool: str, follower: Follower) -> None:
+        while True:
+            try:
+                async with self._transfers:
+                    snapshot = await self._writer.load_snapshot(pool, follower.replica_id)
+                break
+            except IndexUnavailable:
+                await asyncio.sleep(_RETRY_S)
+        await follower.run(snapshot)
+
     async def _retire_absent(self, work: _PoolWork, pool: str, announced: Mapping[str, ReplicaRecord]) -> None:
         # with no gateway left at all there is nobody to serve and no hurry
         rounds = _ABSENT_ROUNDS if announced else 3 * self.settings.announce_ttl_s / self.settings.indexer_lease_s
+        gone: dict[str, int] = {}
         for name in list(work.followers):
             if name in announced or time.monotonic() < work.grace_until:
                 work.absent.pop(name, None)
                 continue
             work.absent[name] = work.absent.get(name, 0) + 1
             if work.absent[name] >= rounds:
-                fence = work.followers[name].fence
+                gone[name] = work.followers[name].fence
                 self._leave(work, name)
-                try:
-                    await self._writer.retire(pool, name, fence)
-                except Fenced:
-                    pass
+        await _at_once(self._retire(pool, name, fence) for name, fence in gone.items())
+
+    async def _retire(self, pool: str, name: str, fence: int) -> None:
+        try:
+            await self._writer.retire(pool, name, fence)
+        except Fenced:
+            pass
 
     async def _hand_over(self, work: _PoolWork, pool: str, names: list[str]) -> None:
-        await self._save(work, pool, names)
-        leases = {name: work.followers[name].fence for name in names}
-        for name in names:
-            self._leave(work, name)
-        await self._writer.release(pool, self.indexer_id, leases)
+        """Beside the rounds, which go on renewing: saving a tracker's state may take a while."""
+        try:
+            await self._save(work, pool, names)
+            leases = {name: work.followers[name].fence for name in names if name in work.followers}
+            for name in leases:
+                self._leave(work, name)
+            await self._writer.release(pool, self.indexer_id, leases)
+        finally:
+            work.handing_over = False
 
     def _leave(self, work: _PoolWork, name: str) -> None:
         follower = work.followers.pop(name)
@@ -234,13 +255,16 @@ class Indexer:
                 self._spawn(work.writing.renew(follower, third / 2))
 
     async def _save(self, work: _PoolWork, pool: str, names: list[str]) -> None:
-        for name in names:
+        await _at_once(self._save_one(work, pool, name) for name in names)
+
+    async def _save_one(self, work: _PoolWork, pool: str, name: str) -> None:
+        async with self._transfers:
             follower = work.followers.get(name)
             if follower is None or follower.tracker is None or follower.record.slot is None:
-                continue
+                return
             seq, blob = follower.tracker.last, follower.tracker.snapshot()
             if blob is None or seq < 0:
-                continue
+                return
             await work.writing.settled()  # a snapshot is never ahead of the index
             try:
                 await self._writer.save_snapshot(pool, name, follower.fence, blob)
@@ -269,6 +293,13 @@ class Indexer:
         task = asyncio.create_task(guarded())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+async def _at_once(works: Iterable[Awaitable[None]]) -> None:
+    """Await all of them to their end; then raise the first failure."""
+    for failure in await asyncio.gather(*works, return_exceptions=True):
+        if failure is not None:
+            raise failure
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -195,6 +195,35 @@ async def test_a_late_redis_costs_no_indexer_its_leases(
     await writer.close()
 
 
+async def test_many_replicas_are_taken_and_handed_over_however_late_redis_is(
+    proxy: tuple[LateProxy, Settings], settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    late, through = proxy
+    late.delay_s = LATE_S
+    reader = RedisIndexReader(settings, "gw")
+    pools = {f"pool-{number}": [WireEngine(f"pool-{number}", framing=None) for _ in range(10)] for number in range(4)}
+    for pool, engines in pools.items():
+        await reader.announce(pool, [engine.record for engine in engines], 600)
+
+    async def holders() -> Counter[str | None]:
+        rosters = [await reader.roster(pool) for pool in pools]
+        return Counter(r.indexer for roster in rosters for r in roster.values() if r.knowledge == "exact")
+
+    async with running(Indexer(through, indexer_id="one")):
+        await eventually(holders, {"one": 40}, 60)
+        for engines in pools.values():
+            for engine in engines:
+                engine.store(1)  # something to hand over
+        async with running(Indexer(through, indexer_id="two")):
+            await eventually(holders, {"one": 20, "two": 20}, 60)
+            late.delay_s = 0.0
+    assert "lost the lease" not in caplog.text
+    for engines in pools.values():
+        for engine in engines:
+            engine.stop()
+    await reader.close()
+
+
 async def fences(writer: RedisIndexWriter) -> dict[str, bytes]:
     """Replica -> number of its lease: another one after each change of hands, and after each lapse."""
     held = await writer._hash(writer._layout(POOL).leases)
