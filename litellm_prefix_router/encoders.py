@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from weakref import WeakValueDictionary
 
 from .fleet.pool import Pool
 from .prompt.cache import PromptCache
@@ -26,7 +27,9 @@ class EncoderShelf:
         self._settings = settings
         self._cache = PromptCache(settings.prompt_cache_mb << 20)
         self._tokenizers = TokenizerStore(self._cache)
-        self._encoders: dict[Key, PromptPipeline] = {}
+        self._encoders: WeakValueDictionary[Key, PromptPipeline] = WeakValueDictionary()
+        """All that some pool holds, and the recent ones."""
+        self._recent: dict[Key, PromptPipeline] = {}
         self._lock = threading.Lock()
 
     def equip(self, pool: Pool) -> None:
@@ -45,7 +48,7 @@ class EncoderShelf:
             tuple(sorted(pool.lora_modules)),
         )
         with self._lock:
-            encoder = self._encoders.pop(key, None)
+            encoder = self._encoders.get(key)
             if encoder is None:
                 encoder = PromptPipeline(
                     pool.settings,
@@ -64,14 +67,16 @@ class EncoderShelf:
                     ),
                 )
                 encoder.start()
-            self._encoders[key] = encoder  # the last asked for stands last
-            if len(self._encoders) > KEPT:
-                del self._encoders[next(iter(self._encoders))]
+            self._encoders[key] = encoder
+            self._recent[key] = self._recent.pop(key, encoder)  # the last asked for stands last
+            if len(self._recent) > KEPT:
+                del self._recent[next(iter(self._recent))]
         pool.encoder = encoder
         pool.encoder_problem = None
 
     def close(self) -> None:
         with self._lock:
-            for encoder in self._encoders.values():
+            for encoder in list(self._encoders.values()):
                 encoder.close()
             self._encoders.clear()
+            self._recent.clear()

@@ -150,6 +150,7 @@ class RouterService:
             self.router.placements.forget(replica_id)
             self.router.confidence.forget(replica_id)
             self.router.rates.forget(replica_id)
+            process_metrics().gone(replica_id)
         self.fleet.pools = dict(pools)
 
     def route_sync(self, request: RoutingRequest) -> Decision:
@@ -229,7 +230,8 @@ class RouterService:
         while True:
             for replica_id in {r for pool in self.fleet.pools.values() for r in pool.replicas}:
                 level = self.router.confidence.current(replica_id)
-                process_metrics().believed(replica_id, CONFIDENCE[level])
+                if level is not None:
+                    process_metrics().believed(replica_id, CONFIDENCE[level])
             try:
                 await self._reader().publish_state(self.gateway_id, json.dumps(self.state()).encode(), STATE_TTL_S)
             except IndexUnavailable:
@@ -257,7 +259,7 @@ class RouterService:
             },
             "decisions": self.tally.as_dict(),
             "confidence": {
-                r: {"level": confidence.current(r), "mismatch": round(confidence.mismatch(r), 3)}
+                r: {"level": confidence.current(r) or "none", "mismatch": round(confidence.mismatch(r), 3)}
                 for p in self.fleet.pools.values()
                 for r in p.replicas
             },

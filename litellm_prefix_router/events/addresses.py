@@ -45,10 +45,17 @@ def from_engine(api_address: str, source: Mapping[str, Any]) -> StreamAddress | 
     )
 
 
-def from_operator(api_address: str, events: str, replay: str | None) -> StreamAddress:
-    """The stream at an endpoint that the configuration names."""
+def from_operator(api_address: str, events: str, replay: str | None, rank: int = 0) -> StreamAddress:
+    """The stream of a data-parallel rank where the configuration names rank 0's endpoints: TCP ports count up."""
     bind = events.startswith("tcp://") and any(f"://{host}:" in events for host in _WILDCARDS)
-    return StreamAddress(events, bind, None, _reach(replay, api_address) if replay else None)
+    return StreamAddress(
+        _of_rank(events, rank), bind, None, _reach(_of_rank(replay, rank), api_address) if replay else None
+    )
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    before, _, port = endpoint.rpartition(":")
+    return f"{before}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else endpoint
 
 
 def _reach(endpoint: str, api_address: str) -> str:

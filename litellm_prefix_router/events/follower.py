@@ -24,6 +24,8 @@ logger = logging.getLogger("litellm_prefix_router.events")
 _ASK_AGAIN_S = 5.0
 """Between questions to a replica that has not told its event stream yet, doubling up to a minute."""
 _ASK_AT_MOST_S = 60.0
+_DOUBT_S, _DOUBT_AT_MOST_S = 120.0, 3600.0
+"""Between the first two new beginnings that gateways' doubts cause, then doubling, however many gateways there are."""
 _LOOK_S = 1.0
 """Between looks at whether a stream is still connected; where it is not, the replica is asked where it is now."""
 
@@ -65,6 +67,9 @@ class Follower:
         self._unheard: tuple[int, str] | None = None
         """Frames at which the engine was found to work without being heard, and a note on it."""
         self._connections = 0
+        self._settled_at = record.doubted_at
+        self._doubt_again, self._doubt_wait_s = 0.0, _DOUBT_S
+        self.closed = False
 
     @property
     def replica_id(self) -> str:
@@ -83,7 +88,7 @@ class Follower:
                     problem = str(error)
                 else:
                     await self._until_moved()
-                    self.close()
+                    self._disconnect()
                     snapshot, wait_s = None, _ASK_AGAIN_S
                     continue
             if facts.reachable or self.record.slot is None:
@@ -94,15 +99,28 @@ class Follower:
             wait_s = min(wait_s * 2, _ASK_AT_MOST_S) if facts.reachable else _ASK_AGAIN_S
 
     def doubt(self, doubted_at: float) -> None:
-        """A gateway found at that time that responses contradict the index. Once for each time: begin anew."""
-        if self.tracker is None or self._address is None or doubted_at <= self.record.doubted_at:
+        """A gateway found at that (Unix) time that responses contradict the index: begin anew, at growing intervals.
+
+        To be told again while it lasts. Whatever gateways doubted before the last beginning is settled by it.
+        """
+        tracker = self.tracker
+        if tracker is None or tracker.replaying or self._address is None or doubted_at <= self._settled_at:
             return
+        now = time.monotonic()
+        if now < self._doubt_again:
+            return
+        self._doubt_again, self._doubt_wait_s = now + self._doubt_wait_s, min(2 * self._doubt_wait_s, _DOUBT_AT_MOST_S)
+        self._settled_at = max(doubted_at, time.time())
         logger.warning("%s: responses contradict its events; reading them anew", self.replica_id)
-        self._publish(doubted_at=doubted_at)
-        self._handle(self.tracker.distrusted())
+        self._handle(tracker.distrusted())
         self.refresh()
 
     def close(self) -> None:
+        """For good: nothing that it still says counts."""
+        self.closed = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None
@@ -146,7 +164,8 @@ class Follower:
         """What the replica says of itself, its stream's address, and what is wrong where there is none."""
         facts = await ask_replica(self._client, self.record.address)
         if self.record.events:
-            return facts, from_operator(self.record.address, self.record.events, self.record.replay), ""
+            record = self.record
+            return facts, from_operator(record.address, self.record.events, record.replay, record.dp_rank), ""
         return facts, *self._choose(facts)
 
     async def _until_moved(self) -> None:
@@ -221,6 +240,7 @@ class Follower:
         self._subscribe(address)
         self._address = address
         self.tracker = tracker
+        self._alarm = self._unheard = None
         if facts.block_size and not self.record.block_size:
             self.record = msgspec.structs.replace(self.record, block_size=facts.block_size)
         self._handle(tracker.start())

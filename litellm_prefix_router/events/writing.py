@@ -58,8 +58,8 @@ class PoolWriting:
 
     def put(self, follower: Follower, output: Output) -> None:
         """One output of a tracker, in its order."""
-        if follower.replica_id in self._anew:
-            return  # the tracker's own state will be written
+        if follower.closed or follower.replica_id in self._anew:
+            return  # gone, or the tracker's own state will be written
         item = _Waiting(follower, output)
         self._queue.append(item)
         self._accepted += 1
@@ -79,6 +79,8 @@ class PoolWriting:
     def write_anew(self, follower: Follower) -> None:
         """Begin a fresh incarnation and write everything that the tracker holds."""
         self.drop(follower)
+        if follower.closed:
+            return
         self._anew[follower.replica_id] = follower
         self._work.set()
 
@@ -176,7 +178,7 @@ class PoolWriting:
                 items, writing = under_way[0]
                 refused = await writing
                 under_way.popleft()
-                at_once = _UNDER_WAY
+                at_once = _UNDER_WAY if self._writer.in_order else 1
                 self.written_blocks += sum(item.blocks for item in items)
                 self._finish(items)
                 self._refused(refused, {item.follower.replica_id: item.follower for item in items})
@@ -255,12 +257,14 @@ class PoolWriting:
             while start < tracker.ledger.rows:
                 part = tracker.ledger.hashes(tier, start, start + step)
                 start += step
+                if follower.closed:
+                    return
                 if len(part):
                     self.put(follower, Store(tier, part.tobytes()))
                 await asyncio.sleep(pause_s)
 
     def _refused(self, refused: frozenset[str], followers: dict[str, Follower]) -> None:
         for replica_id in refused:
-            if replica_id in followers:
+            if replica_id in followers and not followers[replica_id].closed:
                 logger.info("%s: write refused (lease or slot lost)", replica_id)
                 self.write_anew(followers[replica_id])  # refused again, as fenced, if the lease is another's

@@ -65,9 +65,10 @@ class ConfidenceTracker:
     def mismatch(self, replica_id: str) -> float:
         return self._mismatch.get(replica_id, 0.0)
 
-    def current(self, replica_id: str) -> str:
-        """The level by which the last decision knew the replica."""
-        return self.level(replica_id, self._knowledge.get(replica_id, "none"))
+    def current(self, replica_id: str) -> str | None:
+        """The level by which the last decision knew the replica; None: there was none."""
+        knowledge = self._knowledge.get(replica_id)
+        return None if knowledge is None else self.level(replica_id, knowledge)
 
     def doubted_at(self, replica_id: str) -> float:
         """Unix time at which responses had contradicted the index for so long that its replica should be read anew;

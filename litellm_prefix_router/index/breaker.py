@@ -40,10 +40,10 @@ class CircuitBreaker:
         self._interval_s = min(self._interval_s * 2, self._last_s) if self.opened and was_probe else self._interval_s
         if not self.opened:
             self._interval_s = self._first_s
-        if not self.opened or was_probe:
+        if not self.opened or was_probe:  # others that were under way fail with it, and know no better reason
             self._next_probe = now + self._interval_s
+            self.reason = reason
         self.opened = True
-        self.reason = reason
 
     def succeeded(self) -> None:
         """A probe succeeded (or a call that was under way while another failed)."""

@@ -157,6 +157,11 @@ class Claim(msgspec.Struct, frozen=True):
 class IndexWriter(Protocol):
     """What an indexer needs. A write by one that lost its lease is refused (Fenced, or listed by `apply`)."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether calls that overlap take effect in the order in which they were made."""
+        ...
+
     async def pools(self) -> Sequence[str]:
         """Pools that gateways announced lately."""
         ...

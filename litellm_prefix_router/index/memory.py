@@ -149,6 +149,8 @@ class MemoryIndexWriter:
     def __init__(self, index: MemoryIndex) -> None:
         self._index = index
 
+    in_order = True
+
     async def pools(self) -> list[str]:
         with self._index._lock:
             return [name for name, state in self._index._pools.items() if state.announced]

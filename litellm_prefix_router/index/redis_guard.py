@@ -36,6 +36,11 @@ class RedisGuard:
         """The answer to a command within the bound. Raises IndexUnavailable; at once while the breaker is open."""
         return await self._bounded(self._connection.execute, *command)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether calls that overlap are carried out in the order in which they were made."""
+        return self._connection.in_order
+
     async def run_script(self, script: str, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
         """The answer of one of our scripts, as `execute`."""
         return await self._bounded(run_script, self._connection.execute, script, keys, args)
@@ -45,14 +50,15 @@ class RedisGuard:
             if self.breaker.probe_due(self._clock()):
                 self._probe = asyncio.get_running_loop().create_task(self._probe_once())
             raise IndexUnavailable(f"Redis not reachable ({self.breaker.reason}); waiting for it to answer")
-        began = self._clock()
+        began, heard = self._clock(), self._connection.answers
         try:
             async with PatientTimeout(self._timeout_s):
                 answer = await call(*arguments)
             self._late_since = None
             return answer
         except TimeoutError:
-            if self._clock() - began < self._timeout_s * _STALL:
+            # a busy loop reads late, but it reads: nothing at all is the connection's fault, however slow the loop
+            if heard == self._connection.answers or self._clock() - began < self._timeout_s * _STALL:
                 self._late(began)
             raise IndexUnavailable(f"Redis did not answer within {self._timeout_s * 1000:.0f} ms") from None
         except ResponseError as error:  # it does answer (out of memory, no permission): the next call may well succeed

@@ -37,6 +37,10 @@ class RedisIndexWriter:
         self._ttl_s = 2 * self._block_ttl_s + int(_LINGER_MARGIN_S)
         self._linger_ms = int((self._block_ttl_s + min(_LINGER_MARGIN_S, self._block_ttl_s)) * 1000)
 
+    @property
+    def in_order(self) -> bool:
+        return self._guard.in_order
+
     async def pools(self) -> list[str]:
         key = pools_key(self._settings.key_prefix)
         raw = await self._guard.execute("ZRANGE", key, 0, -1)

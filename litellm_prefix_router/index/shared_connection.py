@@ -19,6 +19,8 @@ from redis.exceptions import InvalidResponse, NoScriptError, ReadOnlyError, Resp
 
 _MORE = object()
 """The reader's sign that the next answer is not complete yet."""
+_OPENING_S = 2.0
+"""For a new connection, its greetings included, which redis-py itself would await for ever."""
 _ERRORS: dict[str, type[ResponseError]] = {"NOSCRIPT": NoScriptError, "READONLY": ReadOnlyError}
 
 
@@ -31,6 +33,16 @@ class SharedConnection:
         self._pool: Any = getattr(client, "connection_pool", None)
         self._link: _Link | None = None
         self._opening: asyncio.Task[_Link] | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether commands that overlap are carried out in the order in which they were given."""
+        return self._pool is not None
+
+    @property
+    def answers(self) -> int:
+        """How many answers came on the present connection, those that nobody waits for any more included."""
+        return self._link.answers if self._link is not None else 0
 
     async def execute(self, *command: Any) -> Any:
         """The answer to one command. Raises RedisError or OSError; cancelling it disturbs nobody else."""
@@ -46,22 +58,35 @@ class SharedConnection:
         if self._link is not None:
             self._link.abort()
             self._link = None
-
-    async def close(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
+
+    async def close(self) -> None:
         self.drop()
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
 
     async def _open(self) -> _Link:
         # one task for all who wait: a caller that gives up must not take the connection from the others
         if self._opening is None or self._opening.done():
             self._opening = asyncio.get_running_loop().create_task(self._connect())
-        return await asyncio.shield(self._opening)
+        opening = self._opening
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if opening.cancelled() and not (task is not None and task.cancelling()):
+                raise RedisConnectionError("Connection given up.") from None
+            raise
 
     async def _connect(self) -> _Link:
         connection = self._pool.make_connection()
-        await connection.connect()
+        try:
+            async with asyncio.timeout(_OPENING_S):
+                await connection.connect()
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
         self._link = _Link(connection, fails_over=isinstance(self._pool, SentinelConnectionPool))
         return self._link
 
@@ -76,6 +101,7 @@ class _Link(asyncio.Protocol):
         self._reader = hiredis.Reader(protocolError=InvalidResponse, replyError=_reply_error, notEnoughData=_MORE)
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._unsent: list[bytes] = []
+        self.answers = 0
         self.closed = False
         self._transport: asyncio.Transport = connection._writer.transport
         self._transport.set_protocol(self)
@@ -119,6 +145,7 @@ class _Link(asyncio.Protocol):
 
     def _answer(self, reply: Any) -> None:
         answer = self._waiting.popleft()
+        self.answers += 1
         if self._fails_over and isinstance(reply, ReadOnlyError):
             # the primary of before a failover: ask the Sentinels again
             reply = RedisConnectionError("The previous primary is now a read-only replica.")

@@ -15,10 +15,10 @@ class _Children(dict[tuple[str, ...], Any]):
     """A metric's children by label values; `labels` itself checks and locks each time (4 µs)."""
 
     def __init__(self, metric: Any) -> None:
-        self._metric = metric
+        self.metric = metric
 
     def __missing__(self, values: tuple[str, ...]) -> Any:
-        child = self[values] = self._metric.labels(*values)
+        child = self[values] = self.metric.labels(*values)
         return child
 
 
@@ -45,7 +45,7 @@ class Metrics:
         self._confidence = _Children(
             Gauge(
                 "prefix_router_confidence",
-                "How far a replica's index is believed, 0 to 1, by its indexer and by what responses reported.",
+                "How far the last decision believed a replica's index, 0 to 1: by its indexer and by responses.",
                 ["replica"],
                 registry=registry,
             )
@@ -54,6 +54,11 @@ class Metrics:
     def believed(self, replica_id: str, confidence: float) -> None:
         """How far the replica's index is believed now."""
         self._confidence[replica_id,].set(confidence)
+
+    def gone(self, replica_id: str) -> None:
+        """The replica is no more: an alert on its last confidence must not stay."""
+        if self._confidence.pop((replica_id,), None) is not None:
+            self._confidence.metric.remove(replica_id)
 
     def decided(self, receipt: Receipt) -> None:
         pool = receipt.pool

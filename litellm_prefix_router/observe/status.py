@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..fleet.confidence import CONFIDENCE
+from ..fleet.confidence import CONFIDENCE, DEGRADED_ABOVE
 from ..index.contract import IndexReader, IndexUnavailable, ReplicaRecord
 
 
@@ -99,7 +99,7 @@ def _replica(pool: str, record: ReplicaRecord, load: Any) -> ReplicaStatus:
 def _lower(replica: ReplicaStatus, gateway: Mapping[str, Any]) -> None:
     """Knowledge is what the gateways make of it: responses may have contradicted the index."""
     seen = gateway.get("confidence", {}).get(replica.replica)
-    if seen is None or not seen["mismatch"] or CONFIDENCE[seen["level"]] >= CONFIDENCE[replica.knowledge]:
+    if seen is None or seen["mismatch"] <= DEGRADED_ABOVE or CONFIDENCE[seen["level"]] >= CONFIDENCE[replica.knowledge]:
         return
     replica.knowledge = seen["level"]
     replica.note = f"{seen['mismatch']:.0%} of the latest responses reported other cached tokens than predicted"

@@ -65,8 +65,8 @@ class FastokensBackend:
         return [ids[4 * start : 4 * end] for start, end in pairwise(bounds)]
 
 
-def fast_backend(file: Path, texts: Sequence[str], expected: Sequence[Sequence[int]]) -> Backend:
-    """`fastokens` with the tokenizer.json in `file`, if it gives the `expected` ids for `texts`.
+def fast_backend(source: Path | str, texts: Sequence[str], expected: Sequence[Sequence[int]]) -> Backend:
+    """`fastokens` with a tokenizer.json, a file or its text, if it gives the `expected` ids for `texts`.
 
     Raises ValueError, which says why not.
     """
@@ -75,7 +75,8 @@ def fast_backend(file: Path, texts: Sequence[str], expected: Sequence[Sequence[i
     except ImportError:
         raise ValueError("fastokens is not installed") from None
     try:
-        fast = FastokensBackend(fastokens.Tokenizer.from_file(str(file)))
+        make = fastokens.Tokenizer.from_json_str if isinstance(source, str) else fastokens.Tokenizer.from_file
+        fast = FastokensBackend(make(str(source)))
         found = fast.encode_many(texts)
     except BaseException as error:  # the library panics (a BaseException) on what it does not support
         if isinstance(error, (KeyboardInterrupt, SystemExit)):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,37 +54,48 @@ class Reference:
     suffix: Sequence[int]
     expected: Sequence[Sequence[int]]
     """Ids of the sample texts, in their order."""
-    file: Path
-    """The effective tokenizer.json."""
+    file: Path | None = None
+    """The effective tokenizer.json, where a child process left it."""
+    text: str = ""
+    """The same without a file."""
 
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer`, built now."""
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(self.file))
+        return Tokenizer.from_str(self.text) if self.file is None else Tokenizer.from_file(str(self.file))
 
 
 @contextmanager
 def reference(files: TokenizerFiles) -> Iterator[Reference]:
     """The reference tokenizer of a model, its file there until the end. Raises PromptUnknown("tokenizer_missing")."""
-    with tempfile.TemporaryDirectory(prefix="prefix-router-") as name:
-        folder = Path(name)
-        if files.tokenizer_bytes <= _BUILT_HERE_BYTES or not _built_by_a_child(files.folder, folder):
-            build(files, folder)
-        yield _read(folder)
+    with ExitStack() as stack:
+        if files.tokenizer_bytes > _BUILT_HERE_BYTES:
+            folder = _temporary_folder(stack)
+            if folder is not None and _built_by_a_child(files.folder, folder):
+                yield _reference(json.loads((folder / _FACTS).read_text(encoding="utf-8")), file=folder / _FILE)
+                return
+        text, facts = build(files)
+        yield _reference(facts, text=text)
 
 
-def build(files: TokenizerFiles, folder: Path) -> None:
-    """Leave what `reference` gives in `folder`. Raises PromptUnknown("tokenizer_missing")."""
+def _temporary_folder(stack: ExitStack) -> Path | None:
+    try:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefix-router-")))
+    except OSError as error:  # a read-only file system, a full disk
+        log.info("no temporary folder for a tokenizer: %s", error)
+        return None
+
+
+def build(files: TokenizerFiles) -> tuple[str, dict[str, Any]]:
+    """The effective tokenizer.json, and the facts as JSON takes them. Raises PromptUnknown("tokenizer_missing")."""
     tokenizer = effective_tokenizer(files)
-    (folder / _FILE).write_text(tokenizer.to_str(), encoding="utf-8")
     added = {
-        index: AddedToken(*(getattr(token, name) for name in AddedToken._fields))
+        str(index): [getattr(token, name) for name in AddedToken._fields]
         for index, token in tokenizer.get_added_tokens_decoder().items()
     }
     prefix, suffix = _surroundings(tokenizer)
-    backend = TokenizersBackend(tokenizer)
-    ids = backend.encode_many(sample_texts([token.content for token in added.values()]))
+    ids = TokenizersBackend(tokenizer).encode_many(sample_texts([token[0] for token in added.values()]))
     facts = {
         "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
         "added": added,
@@ -92,20 +103,20 @@ def build(files: TokenizerFiles, folder: Path) -> None:
         "suffix": suffix,
         "expected": [np.frombuffer(packed, dtype="<u4").tolist() for packed in ids],
     }
-    (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    return tokenizer.to_str(), facts
 
 
-def _read(folder: Path) -> Reference:
-    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-    facts["added"] = {int(index): AddedToken(*token) for index, token in facts["added"].items()}
-    return Reference(**facts, file=folder / _FILE)
+def _reference(facts: Mapping[str, Any], **where: Any) -> Reference:
+    added = {int(index): AddedToken(*token) for index, token in facts["added"].items()}
+    return Reference(**{**facts, "added": added, **where})
 
 
 def _built_by_a_child(model: Path, folder: Path) -> bool:
     """Whether a child process could build it. Where none can be started, or it fails, this one does without."""
     if not sys.executable or getattr(sys, "frozen", False):  # no interpreter that could be started again
         return False
-    command = [sys.executable, "-m", __name__, str(model), str(folder)]
+    # -P: nothing is imported from the working directory
+    command = [sys.executable, "-P", "-m", __name__, str(model), str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError) as error:
@@ -129,4 +140,6 @@ def _surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
 if __name__ == "__main__":
     from .tokenizer_files import read_files
 
-    build(read_files(Path(sys.argv[1])), Path(sys.argv[2]))
+    whole, told = build(read_files(Path(sys.argv[1])))
+    Path(sys.argv[2], _FILE).write_text(whole, encoding="utf-8")
+    Path(sys.argv[2], _FACTS).write_text(json.dumps(told), encoding="utf-8")

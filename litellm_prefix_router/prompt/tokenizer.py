@@ -77,12 +77,15 @@ class TokenizerStore:
     def __init__(self, cache: PromptCache) -> None:
         self._cache = cache
         self._lock = threading.Lock()
+        self._loading: dict[Path, threading.Lock] = {}
         self._kept: dict[Path, tuple[Stamp, ModelTokenizer]] = {}
 
     def get(self, files: TokenizerFiles) -> ModelTokenizer:
         """Raises PromptUnknown("tokenizer_missing")."""
         stamp = files.stamp()
         with self._lock:
+            loading = self._loading.setdefault(files.folder, threading.Lock())
+        with loading:  # others load meanwhile
             kept = self._kept.get(files.folder)
             if kept is None or kept[0] != stamp:
                 kept = self._kept[files.folder] = (stamp, ModelTokenizer(files, self._cache))
@@ -93,7 +96,7 @@ def choose_backend(known: Reference, name: str) -> Backend:
     """The fastest library with the reference's ids on the sample."""
     texts = sample_texts([token.content for token in known.added.values()])
     try:
-        return fast_backend(known.file, texts, known.expected)
+        return fast_backend(known.file or known.text, texts, known.expected)
     except ValueError as why:
         log.info("%s: tokenizing with %s: %s", name, TokenizersBackend.name, why)
         return TokenizersBackend(known.tokenizer())

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zmq
 
-from litellm_prefix_router.events.addresses import StreamAddress
+from litellm_prefix_router.events.addresses import StreamAddress, from_operator
 from litellm_prefix_router.events.indexer import Indexer
 from litellm_prefix_router.events.subscriber import SubscriberHub
 from litellm_prefix_router.events.tracker import Tracker
@@ -271,3 +271,9 @@ def _spawn_indexer(settings: Settings) -> subprocess.Popen[bytes]:
 def _resident_mb(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def test_an_operators_endpoints_are_rank_zeros() -> None:
+    address = from_operator("http://h:1", "tcp://h:5557", "tcp://*:5657", rank=2)
+    assert (address.endpoint, address.bind, address.replay) == ("tcp://h:5559", False, "tcp://h:5659")
+    assert from_operator("http://h:1", "ipc:///tmp/events", None, rank=2).endpoint == "ipc:///tmp/events"

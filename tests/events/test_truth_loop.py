@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +98,15 @@ async def test_a_doubted_replica_is_read_anew_once_for_each_doubt(settings: Sett
         doubted = [ReplicaRecord(replica.base_url, replica.base_url, doubted_at=1.7e9), *records([other])]
         await reader.announce(POOL, doubted, 60)
         after = {**before, replica.base_url: before[replica.base_url] + 1}
+        assert (await reader.roster(POOL))[other.base_url].incarnation == before[other.base_url]
         await eventually(lives, after)
         await eventually(lambda: matches(reader, [replica, other]), {0: blocks, 1: blocks})
         await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in (replica, other)})
+        # what another gateway doubted before then is settled, and what it doubts soon after has to wait
+        for doubted_at in (1.7e9 + 1, time.time() + 3600):
+            again = [ReplicaRecord(replica.base_url, replica.base_url, doubted_at=doubted_at), *records([other])]
+            await reader.announce(POOL, again, 60)
+            await asyncio.sleep(1.5)
         assert await lives() == after
 
 

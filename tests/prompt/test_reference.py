@@ -11,7 +11,7 @@ from litellm_prefix_router.prompt import reference as module
 from litellm_prefix_router.prompt.cache import PromptCache
 from litellm_prefix_router.prompt.encoded import PromptUnknown
 from litellm_prefix_router.prompt.reference import Reference, reference
-from litellm_prefix_router.prompt.tokenizer import TokenizerStore
+from litellm_prefix_router.prompt.tokenizer import TokenizerStore, choose_backend
 from litellm_prefix_router.prompt.tokenizer_files import read_files
 
 from .recordings import OWN_TOKENIZER, own_model
@@ -19,7 +19,7 @@ from .recordings import OWN_TOKENIZER, own_model
 
 def facts(folder: Path) -> tuple[Reference, str]:
     with reference(read_files(folder)) as known:
-        return known, known.file.read_text(encoding="utf-8")
+        return known, known.text or known.file.read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -46,6 +46,16 @@ def test_without_a_child_it_is_built_here(interpreter: str, monkeypatch: pytest.
     monkeypatch.setattr(module.sys, "executable", interpreter)
     known, _ = facts(OWN_TOKENIZER)
     assert known.vocab_size == 6144
+
+
+def test_without_a_temporary_folder_it_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: str) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(module, "_BUILT_HERE_BYTES", 0)
+    monkeypatch.setattr(module.tempfile, "TemporaryDirectory", refuse)
+    known, _ = facts(OWN_TOKENIZER)
+    assert known.vocab_size == 6144 and choose_backend(known, "own").name == "fastokens"
 
 
 def test_a_broken_file_is_told_whoever_builds_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
