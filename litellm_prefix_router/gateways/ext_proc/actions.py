@@ -52,7 +52,8 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """End the gRPC stream: the response is not followed, so how long the request lasts stays unknown."""
+    """End the gRPC stream. Without `Finished` before it the response is not followed, and how long the request lasts
+    stays unknown."""
 
 
 Action: TypeAlias = Reply | Place | Served | FirstToken | Finished | Unplaced | HangUp

@@ -90,7 +90,7 @@ class Stream:
         if kind == "response_body":
             return self._response_body(message.response_body)
         if kind == "response_trailers":
-            return [Reply(wire.go_on(kind)), *self._end()]
+            return [Reply(wire.go_on(kind)), *self._over()]
         return []
 
     def placed(self, decision: Decision) -> list[Action]:
@@ -320,7 +320,7 @@ class Stream:
                 self._first_token = headers.get("content-type", "").startswith("text/event-stream")
         actions.append(Reply(answer))
         if message.response_headers.end_of_stream:
-            actions += self._end()
+            actions += self._over()
         return actions
 
     def _response_body(self, body: Any) -> list[Action]:
@@ -335,8 +335,12 @@ class Stream:
         else:
             actions.append(Reply(wire.go_on("response_body")))
         if body.end_of_stream:
-            actions += self._end()
+            actions += self._over()
         return actions
+
+    def _over(self) -> list[Action]:
+        """The response has ended: Envoy need not be waited for to close the stream, which saves a round of gRPC."""
+        return [*self._end(), HangUp()]
 
     def _end(self) -> list[Action]:
         if self._decision is None or self._finished:

@@ -21,8 +21,8 @@ def test_a_stream_is_followed_to_its_end(duplex):
     chunks = [b'data: {"n":1}\n\n', b'data: {"usage":{"prompt_tokens_details":{"cached_tok', b'ens":96}}}\n\n']
     seen = [wire.answer_body(chunk) for chunk in chunks]
     assert seen[0][0] == FirstToken() and not any(isinstance(a, FirstToken) for acts in seen[1:] for a in acts)
-    *_, end = wire.answer_body(b"data: [DONE]\n\n", end=True)
-    assert end == Finished(96)
+    *_, end, hang_up = wire.answer_body(b"data: [DONE]\n\n", end=True)
+    assert end == Finished(96) and hang_up == HangUp()
     assert wire.stream.closed() == []
     if duplex:
         echoed = [acts[-1].message.response_body.response.body_mutation.streamed_response.body for acts in seen]
@@ -34,7 +34,7 @@ def test_response_trailers_end_it_too():
     wire.stream.placed(decide(wire.place()))
     wire.answer()
     wire.answer_body(b"data: x\n\n")
-    reply, end = wire.send(pb.ProcessingRequest(response_trailers=pb.HttpTrailers()))
+    reply, end, _ = wire.send(pb.ProcessingRequest(response_trailers=pb.HttpTrailers()))
     assert reply.message.WhichOneof("response") == "response_trailers" and end == Finished(None)
 
 
@@ -42,7 +42,7 @@ def test_a_whole_answer_tells_no_first_token():
     wire = Wire()
     wire.stream.placed(decide(wire.place()))
     wire.answer(kind="application/json")
-    reply, end = wire.answer_body(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}', end=True)
+    reply, end, _ = wire.answer_body(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}', end=True)
     assert isinstance(reply, Reply) and end == Finished(32)
 
 
@@ -73,7 +73,7 @@ def test_another_replica_served_it(how):
 def test_an_error_without_a_body_ends_it():
     wire = Wire()
     wire.stream.placed(decide(wire.place()))
-    *_, end = wire.answer(status=503, end=True, attribute="")
+    *_, end, _ = wire.answer(status=503, end=True, attribute="")
     assert end == Finished(None)
 
 
