@@ -162,10 +162,10 @@ class Follower:
 
     async def _find(self) -> tuple[ReplicaFacts, StreamAddress | None, str]:
         """What the replica says of itself, its stream's address, and what is wrong where there is none."""
-        facts = await ask_replica(self._client, self.record.address)
-        if self.record.events:
-            record = self.record
-            return facts, from_operator(record.address, self.record.events, record.replay, record.dp_rank), ""
+        record = self.record
+        facts = await ask_replica(self._client, record.address)
+        if record.events:
+            return facts, from_operator(record.address, record.events, record.replay, record.dp_rank), ""
         return facts, *self._choose(facts)
 
     async def _until_moved(self) -> None:

@@ -212,10 +212,7 @@ class PoolWriting:
             if follower.record.slot is not None and isinstance(output, (Store, Remove)):
                 held = isinstance(output, Store)
                 writes.append(BlockWrite(follower.record, follower.fence, held, output.blocks, output.tier))
-        return asyncio.create_task(self._apply(writes))
-
-    async def _apply(self, writes: list[BlockWrite]) -> frozenset[str]:
-        return await self._writer.apply(self.pool, writes)
+        return asyncio.create_task(self._writer.apply(self.pool, writes))
 
     def _finish(self, items: list[_Waiting]) -> None:
         """Take written items off the queue; what was dropped meanwhile is no longer at its head."""

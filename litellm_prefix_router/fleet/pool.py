@@ -27,6 +27,11 @@ def address_of(replica_id: str) -> str:
     return replica_id.partition("#")[0]
 
 
+def rank_of(replica_id: str) -> str:
+    """The data-parallel rank in a replica id, "" where its address has one cache only."""
+    return replica_id.partition("#")[2]
+
+
 @dataclass(slots=True)
 class Replica:
     """One replica of this gateway's configuration."""

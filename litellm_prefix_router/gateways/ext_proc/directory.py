@@ -11,7 +11,7 @@ import ipaddress
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...fleet.pool import Pool, Replica, address_of
+from ...fleet.pool import Pool, Replica, address_of, rank_of
 from ...settings import EndpointSettings, EnvoyPoolSettings, ModelSettings, Settings, SettingsError
 
 Resolved = Mapping[str, Sequence[str]]
@@ -71,11 +71,6 @@ class PoolView:
             if endpoint is not None:
                 found[endpoint] = None
         return ",".join(list(found)[:limit])
-
-
-def rank_of(replica_id: str) -> str:
-    """The data-parallel rank in a replica id, "" where its address has one cache only."""
-    return replica_id.partition("#")[2]
 
 
 class Directory:

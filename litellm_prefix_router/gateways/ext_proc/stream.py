@@ -22,14 +22,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...decision import RECEIPT_HEADER, Decision
-from ...fleet.pool import RANK_HEADER, address_of
+from ...fleet.pool import RANK_HEADER, address_of, rank_of
 from ...request import RoutingRequest
 from ...settings import Settings
 from ..report_mode import XARGS, without_report_mode
 from . import wire
 from .actions import Action, Finished, FirstToken, HangUp, Place, Reply, Served, Unplaced
 from .bodies import edit_object, read_object, salt_of
-from .directory import Directory, PoolView, rank_of
+from .directory import Directory, PoolView
 from .health import HealthBook
 from .usage import UsageReader, readable
 
