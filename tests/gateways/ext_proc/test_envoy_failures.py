@@ -110,14 +110,27 @@ def start_processor(tmp_path: Path, echoes, settings_of):
         yield start
 
 
+@pytest.fixture
+def under_load(tmp_path, echoes, start_processor, start_envoy):
+    """A processor of its own process behind Envoy, with requests that are placed: (its address, Envoy's admin port, the
+    process, Envoy, the load)."""
+
+    async def start():
+        address = f"unix://{tmp_path}/processor.sock"
+        process = await start_processor(address)
+        (admin,) = free_ports(1)
+        endpoints = [e.endpoint for e in echoes]
+        envoy = await start_envoy(endpoints, [address], message_timeout_s=TIMEOUT_S, admin_port=admin)
+        load = Load(envoy)
+        await load.chosen_again()
+        return address, admin, process, envoy, load
+
+    return start
+
+
 @pytest.mark.slow
-async def test_the_processor_dies_freezes_and_comes_back_under_load(tmp_path, echoes, start_processor, start_envoy):
-    address = f"unix://{tmp_path}/processor.sock"
-    process = await start_processor(address)
-    (admin,) = free_ports(1)
-    envoy = await start_envoy([e.endpoint for e in echoes], [address], message_timeout_s=TIMEOUT_S, admin_port=admin)
-    load = Load(envoy)
-    await load.chosen_again()
+async def test_the_processor_dies_freezes_and_comes_back_under_load(under_load, start_processor) -> None:
+    address, admin, process, envoy, load = await under_load()
     long_answer = asyncio.create_task(envoy.client.post(f"{envoy.url}/stream?n=600&gap_ms=100", json=chat("a minute")))
     await load.more(1000)
     process.send_signal(signal.SIGKILL)
@@ -146,16 +159,9 @@ async def test_the_processor_dies_freezes_and_comes_back_under_load(tmp_path, ec
 
 
 @pytest.mark.slow
-async def test_a_slow_processor_costs_the_message_timeout_and_no_request(
-    tmp_path, echoes, start_processor, start_envoy
-) -> None:
+async def test_a_slow_processor_costs_the_message_timeout_and_no_request(under_load) -> None:
     """It answers, but later than Envoy waits: frozen and released in turns, so that some answers are in time."""
-    address = f"unix://{tmp_path}/processor.sock"
-    process = await start_processor(address)
-    (admin,) = free_ports(1)
-    envoy = await start_envoy([e.endpoint for e in echoes], [address], message_timeout_s=TIMEOUT_S, admin_port=admin)
-    load = Load(envoy)
-    await load.chosen_again()
+    _, admin, process, envoy, load = await under_load()
     chosen = load.chosen
     target = load.done + 1000
     while load.done < target:
