@@ -3,12 +3,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from litellm_prefix_router.settings import Settings
+
+from .engines import WireEngine
+
+StartEngine = Callable[..., WireEngine]
 
 
 @pytest.fixture
@@ -20,6 +24,20 @@ def settings(valkey: Any) -> Settings:
         indexer_lease_s=0.6,
         replay_timeout_s=2.0,
     )
+
+
+@pytest.fixture
+async def start_engine() -> AsyncIterator[StartEngine]:
+    """Makes engines with the arguments of `WireEngine`, and stops them however the test ends."""
+    engines: list[WireEngine] = []
+
+    def start(*args: Any, **kwargs: Any) -> WireEngine:
+        engines.append(WireEngine(*args, **kwargs))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.stop()
 
 
 async def eventually(check: Callable[[], Awaitable[Any]], want: Any, within_s: float = 20.0) -> None:

@@ -40,18 +40,20 @@ class WireEngine:
         self._framing = framing
         self._frames: deque[tuple[int, bytes]] = deque()
         self._sequence = 0
+        self._own_context = context is None
         self._context = context if context is not None else zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.SNDHWM, hwm)
         self._pub.bind(endpoint)
         self._task: asyncio.Task[None] | None = None
+        self._router: zmq.asyncio.Socket | None = None
         replay = None
         if framing is not None:
-            router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
-            router.setsockopt(zmq.SNDHWM, 0)
-            router.bind("tcp://127.0.0.1:*")
-            replay = _endpoint(router)
-            self._task = asyncio.create_task(self._serve_replay(router))
+            self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
+            self._router.setsockopt(zmq.SNDHWM, 0)
+            self._router.bind("tcp://127.0.0.1:*")
+            replay = _endpoint(self._router)
+            self._task = asyncio.create_task(self._serve_replay(self._router))
         events = _endpoint(self._pub)
         # nothing answers at the API's address: what is configured has to do
         self.record = ReplicaRecord(f"http://127.0.0.1:9/{events}", "http://127.0.0.1:9", events=events, replay=replay)
@@ -73,23 +75,25 @@ class WireEngine:
             self._pub.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload))
 
     def stop(self) -> None:
+        """Close every socket: a context that is collected with one open waits for it without end."""
         if self._task is not None:
             self._task.cancel()
+        if self._router is not None:
+            self._router.close(linger=0)
         self._pub.close(linger=0)
+        if self._own_context:
+            self._context.term()
 
     async def _serve_replay(self, router: zmq.asyncio.Socket) -> None:
         front = (self._topic,) if self._framing == "topic" else ()
         end_front = (b"",) if self._framing == "topic" else ()
-        try:
-            while True:
-                client, _, start = await router.recv_multipart()
-                self.asked.append(int.from_bytes(start, "big"))
-                for sequence, payload in list(self._frames):
-                    if sequence >= self.asked[-1]:
-                        await router.send_multipart((client, b"", *front, sequence.to_bytes(8, "big"), payload))
-                await router.send_multipart((client, b"", *end_front, b"\xff" * 8, b""))
-        finally:
-            router.close(linger=0)
+        while True:
+            client, _, start = await router.recv_multipart()
+            self.asked.append(int.from_bytes(start, "big"))
+            for sequence, payload in list(self._frames):
+                if sequence >= self.asked[-1]:
+                    await router.send_multipart((client, b"", *front, sequence.to_bytes(8, "big"), payload))
+            await router.send_multipart((client, b"", *end_front, b"\xff" * 8, b""))
 
 
 def _endpoint(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> str:

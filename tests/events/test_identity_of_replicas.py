@@ -13,8 +13,7 @@ from litellm_prefix_router.settings import Settings
 from litellm_prefix_router.sim.config import SimConfig
 from litellm_prefix_router.sim.replica import SimReplica
 
-from .conftest import eventually
-from .engines import WireEngine
+from .conftest import StartEngine, eventually
 from .test_indexer import POOL, TEXT, ask, chain, knowledge, matches, records, running
 from .test_transport import FAST, free_port, known_chains, serving
 
@@ -89,9 +88,9 @@ async def test_a_replica_that_never_sends_events_beside_ones_that_do(settings: S
         await reader.close()
 
 
-async def test_events_queued_before_a_removal_arriving_after_it(settings: Settings) -> None:
+async def test_events_queued_before_a_removal_arriving_after_it(settings: Settings, start_engine: StartEngine) -> None:
     """The replica is withdrawn while its events still wait to be written; they must not bring it back."""
-    gone, stays = WireEngine(POOL), WireEngine(POOL)
+    gone, stays = start_engine(POOL), start_engine(POOL)
     reader = RedisIndexReader(settings, "gw")
     await reader.announce(POOL, [gone.record, stays.record], 60)
     async with running(Indexer(settings)) as indexer:
@@ -124,6 +123,4 @@ async def test_events_queued_before_a_removal_arriving_after_it(settings: Settin
         assert await known_chains(reader, gone) == (0, "") and await listed() == {stays.record.replica_id}
         await reader.announce(POOL, [gone.record, stays.record], 60)  # back again: it has had no restart
         await eventually(lambda: known_chains(reader, gone), (50, "exact"))
-    for engine in (gone, stays):
-        engine.stop()
     await reader.close()

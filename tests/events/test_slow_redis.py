@@ -26,8 +26,7 @@ from litellm_prefix_router.request import RoutingRequest
 from litellm_prefix_router.router import PrefixRouter
 from litellm_prefix_router.settings import Settings
 
-from .conftest import eventually
-from .engines import WireEngine
+from .conftest import StartEngine, eventually
 from .test_indexer import POOL, running
 from .test_transport import known_chains
 
@@ -153,7 +152,7 @@ async def test_decisions_do_without_a_late_redis_and_take_it_up_again(
 
 
 async def test_a_late_redis_costs_no_indexer_its_leases(
-    proxy: tuple[LateProxy, Settings], settings: Settings, monkeypatch: pytest.MonkeyPatch
+    proxy: tuple[LateProxy, Settings], settings: Settings, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late, through = proxy
     rounds: Counter[str] = Counter()
@@ -165,7 +164,7 @@ async def test_a_late_redis_costs_no_indexer_its_leases(
         return claim
 
     monkeypatch.setattr(RedisIndexWriter, "claim", counted)
-    engines = [WireEngine(POOL) for _ in range(4)]
+    engines = [start_engine(POOL) for _ in range(4)]
     reader, writer = RedisIndexReader(settings, "gw"), RedisIndexWriter(settings)
     await reader.announce(POOL, [engine.record for engine in engines], 600)
     async with running(Indexer(through, indexer_id="one")) as one, running(Indexer(through, indexer_id="two")) as two:
@@ -189,19 +188,17 @@ async def test_a_late_redis_costs_no_indexer_its_leases(
         for engine in engines:
             await eventually(lambda engine=engine: known_chains(reader, engine), (3, "exact"))
         late.delay_s = 0.0
-    for engine in engines:
-        engine.stop()
     await reader.close()
     await writer.close()
 
 
 async def test_many_replicas_are_taken_and_handed_over_however_late_redis_is(
-    proxy: tuple[LateProxy, Settings], settings: Settings, caplog: pytest.LogCaptureFixture
+    proxy: tuple[LateProxy, Settings], settings: Settings, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     late, through = proxy
     late.delay_s = LATE_S
     reader = RedisIndexReader(settings, "gw")
-    pools = {f"pool-{number}": [WireEngine(f"pool-{number}", framing=None) for _ in range(10)] for number in range(4)}
+    pools = {f"pool-{number}": [start_engine(f"pool-{number}", framing=None) for _ in range(10)] for number in range(4)}
     for pool, engines in pools.items():
         await reader.announce(pool, [engine.record for engine in engines], 600)
 
@@ -218,9 +215,6 @@ async def test_many_replicas_are_taken_and_handed_over_however_late_redis_is(
             await eventually(holders, {"one": 20, "two": 20}, 60)
             late.delay_s = 0.0
     assert "lost the lease" not in caplog.text
-    for engines in pools.values():
-        for engine in engines:
-            engine.stop()
     await reader.close()
 
 

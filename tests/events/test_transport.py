@@ -27,7 +27,7 @@ from litellm_prefix_router.settings import Settings
 from litellm_prefix_router.sim.config import SimConfig
 from litellm_prefix_router.sim.replica import SimReplica
 
-from .conftest import eventually
+from .conftest import StartEngine, eventually
 from .engines import Framing, WireEngine
 from .test_indexer import POOL, TEXT, ask, chain, knowledge, matches, records, running
 
@@ -127,8 +127,10 @@ async def test_a_stream_that_breaks_off_is_taken_up_again(settings: Settings) ->
 
 
 @pytest.mark.parametrize("framing", ["topic", "bare"])
-async def test_a_gap_is_replayed_in_both_framings(settings: Settings, framing: Framing) -> None:
-    engine = WireEngine(POOL, topic=b"kv", framing=framing)
+async def test_a_gap_is_replayed_in_both_framings(
+    settings: Settings, start_engine: StartEngine, framing: Framing
+) -> None:
+    engine = start_engine(POOL, topic=b"kv", framing=framing)
     reader = RedisIndexReader(settings, "gw")
     for seed in range(3):  # before anyone listens
         engine.store(seed)
@@ -140,7 +142,6 @@ async def test_a_gap_is_replayed_in_both_framings(settings: Settings, framing: F
         engine.store(6)
         await eventually(lambda: known_chains(reader, engine), (7, "exact"))
         assert len(engine.asked) >= 2 and (await reader.roster(POOL))[engine.record.replica_id].incarnation == 1
-    engine.stop()
     await reader.close()
 
 
@@ -163,12 +164,12 @@ def own_server() -> Iterator[Any]:
 
 
 async def test_a_slow_consumer_costs_a_gap_and_a_replay_and_no_memory(
-    settings: Settings, own_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, start_engine: StartEngine, own_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While Redis is frozen nothing is written, so frames wait: here up to a bound, in ZMQ up to its marks."""
     frames, blocks, backlog = 14_000, 4, 2000
     settings = settings.model_copy(update={"redis_url": own_server.connection_url, "write_backlog_blocks": backlog})
-    engine = WireEngine(POOL, endpoint=f"ipc://{tmp_path}/events", hwm=100)
+    engine = start_engine(POOL, endpoint=f"ipc://{tmp_path}/events", hwm=100)
     live: list[int] = []
     original = Tracker.receive
     monkeypatch.setattr(Tracker, "receive", lambda self, seq, raw: (live.append(seq), original(self, seq, raw))[1])
@@ -188,12 +189,22 @@ async def test_a_slow_consumer_costs_a_gap_and_a_replay_and_no_memory(
             assert writing.backlog_blocks > backlog // 4
         finally:
             os.kill(own_server._process.pid, signal.SIGCONT)
+
+        async def what_came_is_read() -> bool:
+            before = len(live)
+            await asyncio.sleep(0.5)
+            return len(live) == before and not writing.backlog_blocks
+
+        await eventually(what_came_is_read, True, 60)  # sooner, the next frame might find no room either
         engine.store(frames - 1, blocks)
         await eventually(lambda: known_chains(reader, engine, 100), (frames // 100, "exact"), 60)
-        assert (await reader.roster(POOL))[engine.record.replica_id].blocks == frames * blocks
+
+        async def counted() -> int:
+            return (await reader.roster(POOL))[engine.record.replica_id].blocks
+
+        await eventually(counted, frames * blocks)  # the roster learns it a moment later
         assert len(live) < frames // 2  # what the marks and the kernel's buffers hold; the rest came by replay
         assert engine.asked[-1] > 0
-    engine.stop()
     await reader.close()
 
 
@@ -225,10 +236,10 @@ async def test_a_bound_socket_can_be_left_and_taken_up_at_once() -> None:
     hub.close()
 
 
-async def test_hundreds_of_replicas_in_one_indexer_process(settings: Settings) -> None:
+async def test_hundreds_of_replicas_in_one_indexer_process(settings: Settings, start_engine: StartEngine) -> None:
     count, frames, blocks = 300, 20, 4
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    engines = [WireEngine(POOL, framing=None, context=context) for _ in range(count)]
+    engines = [start_engine(POOL, framing=None, context=context) for _ in range(count)]
     reader = RedisIndexReader(settings, "gw")
     await reader.announce(POOL, [engine.record for engine in engines], 600)
     process = _spawn_indexer(settings)
@@ -252,8 +263,6 @@ async def test_hundreds_of_replicas_in_one_indexer_process(settings: Settings) -
     finally:
         process.kill()
         process.wait()
-    for engine in engines:
-        engine.stop()
     await reader.close()
 
 
