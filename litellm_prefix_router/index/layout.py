@@ -23,7 +23,7 @@ lost (an emptied Redis, eviction): bitmaps of another epoch are out of reach and
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from xxhash import xxh3_64_digest, xxh32_digest
@@ -87,10 +87,6 @@ def state_key(key_prefix: str, gateway: str) -> bytes:
 def pack_hashes(blocks: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bytes:
     """Block hashes as the scripts take them: 8 bytes each, little-endian."""
     return np.asarray(blocks, dtype="<u8").tobytes()
-
-
-def block_keys(family: bytes, blocks: Sequence[int], positions: Iterable[int]) -> list[bytes]:
-    return [family + blocks[at].to_bytes(8, "little") for at in positions]
 
 
 def replica_tag(replica_id: str) -> bytes:

@@ -42,7 +42,7 @@ class LookupPlan:
     positions are asked for; past that the shallowest runs are rounded down to the probe before their end.
     """
 
-    __slots__ = ("_brackets", "_ends", "_length", "_live", "_max_reads", "probes", "spans")
+    __slots__ = ("_brackets", "_ends", "_length", "_live", "_max_reads", "_starts", "probes", "spans")
 
     def __init__(self, length: int, live: int, levels: int = 1, max_reads: int = 512) -> None:
         self._length = length
@@ -50,6 +50,7 @@ class LookupPlan:
         self._max_reads = max_reads
         self._ends: list[dict[int, int]] = [{} for _ in range(levels)]
         self._brackets: list[list[tuple[int, int, int]]] = [[] for _ in range(levels)]
+        self._starts: dict[tuple[int, int], int] = {}
         self.probes: tuple[int, ...] = probe_positions(length) if live else ()
         self.spans: list[int] = []
 
@@ -59,42 +60,43 @@ class LookupPlan:
         for level, row in enumerate(masks):
             running, before = self._live, -1
             for position, mask in zip(self.probes, row, strict=True):
-                ended = running & ~mask
-                if ended:
+                going_on = running & mask
+                if going_on != running:
+                    ended = running ^ going_on
                     if position - before > 1 and before >= 0:
                         self._brackets[level].append((before, position, ended))
                         wanted[before, position] = None
                     elif before >= 0:
                         self._end(level, ended, before + 1)
-                    running &= mask
+                    running = going_on
                     if not running:
                         break
                 before = position
             if running:
                 self._end(level, running, self._length)
-        kept = set()
         for before, position in sorted(wanted, reverse=True):
             if len(self.spans) + position - before - 1 > self._max_reads:
                 continue
-            kept.add((before, position))
+            self._starts[before, position] = len(self.spans)
             self.spans.extend(range(before + 1, position))
         for level, brackets in enumerate(self._brackets):
             for before, position, ended in brackets:
-                if (before, position) not in kept:
+                if (before, position) not in self._starts:
                     self._end(level, ended, before + 1)
-            self._brackets[level] = [item for item in brackets if item[:2] in kept]
+            self._brackets[level] = [item for item in brackets if item[:2] in self._starts]
         return self.spans
 
-    def filled(self, masks: Sequence[Mapping[int, int]]) -> None:
-        """Take the second round's masks, `masks[level][position]` for every position of `spans`."""
+    def filled(self, masks: Sequence[Sequence[int]]) -> None:
+        """Take the second round's masks, `masks[level][k]` for `spans[k]`."""
         for level, brackets in enumerate(self._brackets):
             row = masks[level]
             for before, position, running in brackets:
-                for at in range(before + 1, position):
-                    ended = running & ~row[at]
-                    if ended:
-                        self._end(level, ended, at)
-                        running &= ~ended
+                start = self._starts[before, position]
+                for at, mask in enumerate(row[start : start + position - before - 1], before + 1):
+                    going_on = running & mask
+                    if going_on != running:
+                        self._end(level, running ^ going_on, at)
+                        running = going_on
                         if not running:
                             break
                 if running:
@@ -107,6 +109,6 @@ class LookupPlan:
     def _end(self, level: int, slots: int, blocks: int) -> None:
         ends = self._ends[level]
         while slots:
-            lowest = slots & -slots
-            ends[lowest.bit_length() - 1] = blocks
-            slots ^= lowest
+            highest = slots.bit_length() - 1
+            ends[highest] = blocks
+            slots ^= 1 << highest

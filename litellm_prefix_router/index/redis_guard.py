@@ -14,6 +14,7 @@ from .breaker import CircuitBreaker
 from .contract import IndexUnavailable
 from .scripts import run_script
 from .shared_connection import SharedConnection
+from .wide_read import WideRead
 
 _STALL = 2.0
 """A timeout that was noticed later than this multiple of the bound is the event loop's fault, not Redis's."""
@@ -40,6 +41,11 @@ class RedisGuard:
     def in_order(self) -> bool:
         """Whether calls that overlap are carried out in the order in which they were made."""
         return self._connection.in_order
+
+    async def read(self, request: WideRead) -> list[bytes | None]:
+        """The answer to a wide read, as `execute`."""
+        values: list[bytes | None] = await self._bounded(self._connection.read, request)
+        return values
 
     async def run_script(self, script: str, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
         """The answer of one of our scripts, as `execute`."""

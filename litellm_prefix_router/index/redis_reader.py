@@ -15,13 +15,14 @@ from typing import Any
 from ..settings import Settings
 from .connect import connect
 from .contract import IndexLookup, IndexUnavailable, ReplicaLoad, ReplicaRecord
-from .layout import Layout, block_keys, pack_hashes, pools_key, replica_tag, state_key, states_key
+from .layout import Layout, pack_hashes, pools_key, replica_tag, state_key, states_key
 from .placement_sender import PlacementSender
-from .plan import LookupPlan, canonical_positions
+from .plan import LookupPlan, canonical_positions, probe_positions
 from .records import as_fields, decode_loads, encode_announcement, encode_loads, sum_loads
 from .redis_guard import RedisGuard
 from .roster import Roster
 from .scripts import ANNOUNCE, LOADS
+from .wide_read import WideRead, tails
 
 _ROSTER_AGE_S = 5.0
 """A roster is read again after this even when its version stands still: the times of last events move without it."""
@@ -113,14 +114,15 @@ class RedisIndexReader:
         if self._clock() - view.roster_at > _ROSTER_AGE_S:
             self._refresh(view)
         placed = canonical_positions(len(blocks)) if self._settings.placement_ttl_s > 0 else ()
-        placed_keys = block_keys(view.layout.placed, blocks, placed)
+        ends = tails(blocks, probe_positions(len(blocks)))  # which begin with the positions of placements
         for _ in range(3):  # more only if the roster changes with each round trip
             plan = LookupPlan(len(blocks), roster.live, len(roster.tiers), self._settings.lookup_max_reads)
             load_keys = self._load_keys(view)
-            keys = [view.layout.version, view.layout.gateways, view.layout.alive, *load_keys, *placed_keys]
+            read = WideRead([view.layout.version, view.layout.gateways, view.layout.alive, *load_keys])
+            read.add(view.layout.placed, ends[: len(placed)])
             for family in roster.families:
-                keys += block_keys(family, blocks, plan.probes)
-            values = await self._mget(keys)
+                read.add(family, ends[: len(plan.probes)])
+            values = await self._guard.read(read)
             self._take_loads(view, values[1], values[_HEAD : _HEAD + len(load_keys)], len(load_keys) > 0)
             if values[0] == roster.version:
                 break
@@ -132,11 +134,10 @@ class RedisIndexReader:
         probed = _levels(values[first + len(placed) :], len(plan.probes), len(plan.probes and roster.families))
         spans = plan.probed(probed)
         if spans:
-            keys = []
+            read, ends = WideRead(), tails(blocks, spans)
             for family in roster.families:
-                keys += block_keys(family, blocks, spans)
-            rows = _levels(await self._mget(keys), len(spans), len(roster.families))
-            plan.filled([dict(zip(spans, row, strict=True)) for row in rows])
+                read.add(family, ends)
+            plan.filled(_levels(await self._guard.read(read), len(spans), len(roster.families)))
         return IndexLookup(
             matches=roster.by_replica(plan.matches()),
             recent=recent,

@@ -17,6 +17,8 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, NoScriptError, ReadOnlyError, ResponseError
 
+from .wide_read import WideRead
+
 _MORE = object()
 """The reader's sign that the next answer is not complete yet."""
 _OPENING_S = 2.0
@@ -52,6 +54,18 @@ class SharedConnection:
         if link is None or link.closed:
             link = await self._open()
         return await link.send(hiredis.pack_command(command))
+
+    async def read(self, request: WideRead) -> list[bytes | None]:
+        """As `execute`, for what is encoded already."""
+        values: list[bytes | None]
+        if self._pool is None:
+            values = await self._client.execute_command(*request.command())
+        else:
+            link = self._link
+            if link is None or link.closed:
+                link = await self._open()
+            values = await link.send(request.packed())
+        return values
 
     def drop(self) -> None:
         """Give the connection up: nobody knows when, or whether, it will answer. The next command opens another."""

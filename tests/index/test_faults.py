@@ -427,7 +427,7 @@ def test_the_plan_finds_every_end_in_two_rounds() -> None:
             chain = [0b10 | (at < end) for at in range(length)]
             plan = LookupPlan(length, 0b11)
             spans = plan.probed([[chain[at] for at in plan.probes]])
-            plan.filled([{at: chain[at] for at in spans}])
+            plan.filled([[chain[at] for at in spans]])
             assert plan.matches() == ({0: end, 1: length} if end else {1: length})
             assert len(plan.probes) + len(spans) <= 2 * int((2 * length) ** 0.5) + 4
 
@@ -436,6 +436,6 @@ def test_the_plan_rounds_shallow_runs_down_when_it_may_not_read_more() -> None:
     chain = [0b100 | (at < 50) | (at < 300) << 1 for at in range(500)]
     plan = LookupPlan(500, 0b111, max_reads=30)
     spans = plan.probed([[chain[at] for at in plan.probes]])
-    plan.filled([{at: chain[at] for at in spans}])
+    plan.filled([[chain[at] for at in spans]])
     assert plan.matches()[2] == 500 and plan.matches()[1] == 300 and 45 < plan.matches()[0] <= 50
     assert canonical_positions(8192)[-1] < 8192
