@@ -105,9 +105,12 @@ class Indexer:
     async def _round(self) -> None:
         """Renew, claim, release, and look after what is held."""
         try:
-            pools = {*await self._writer.pools(), *self._pools}
+            listed = set(await self._writer.pools())
+            for pool in self._pools.keys() - listed:
+                if not self._pools[pool].followers:  # its gateways are long gone, and all its replicas are retired
+                    self._pools.pop(pool).flusher.cancel()
             # all at once: one after another, a slow Redis would cost more than a lease
-            await _at_once(map(self._tend, pools))
+            await _at_once(map(self._tend, listed | self._pools.keys()))
         except IndexUnavailable as error:
             if self._reachable:
                 logger.warning("indexer %s: %s", self.indexer_id, error)

@@ -13,6 +13,7 @@ import pytest
 
 from litellm_prefix_router.events.indexer import Indexer
 from litellm_prefix_router.index import ReplicaRecord
+from litellm_prefix_router.index.layout import Layout, pools_key
 from litellm_prefix_router.index.memory import MemoryIndex
 from litellm_prefix_router.index.redis_reader import RedisIndexReader
 from litellm_prefix_router.prompt.blocks import as_token_ids, chain_hashes, root_hash
@@ -180,6 +181,26 @@ async def test_a_withdrawn_replica_leaves_the_roster(settings: Settings, fleet: 
         await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
         await reader.announce(POOL, records(fleet)[1:], 30)
         await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet[1:]})
+    await reader.close()
+
+
+async def test_a_pool_that_no_gateway_lists_any_more_is_let_go(settings: Settings, fleet: list[SimReplica]) -> None:
+    settings = settings.model_copy(update={"announce_ttl_s": 0.5})
+    reader = RedisIndexReader(settings, "gw")
+    await reader.announce(POOL, records(fleet), 30)
+    async with running(Indexer(settings)) as indexer:
+        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
+        await reader._guard.execute("DEL", pools_key(settings.key_prefix))  # its entry lapses after two hours
+        await asyncio.sleep(3 * settings.indexer_lease_s)
+        assert len(indexer.following[POOL]) == len(fleet)  # what is announced is followed, listed or not
+        await reader._guard.execute("DEL", Layout(settings.key_prefix, POOL).announced)
+
+        async def followed() -> dict[str, list[ReplicaRecord]]:
+            return indexer.following
+
+        await eventually(followed, {})
+        await reader.announce(POOL, records(fleet), 30)
+        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
     await reader.close()
 
 
