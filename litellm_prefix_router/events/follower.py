@@ -171,22 +171,27 @@ class Follower:
     async def _until_moved(self) -> None:
         """Return when the replica's stream is at another address (it was restarted with other ports).
 
-        Meanwhile compares events with the engine's own counters, see vitals.
+        Asked while the stream is down and once after each reconnect: another engine may have taken its port. Meanwhile
+        compares events with the engine's own counters, see vitals.
         """
         watch = VitalsWatch()
+        confirmed = self._connections + (not self._connected)
         compare_at = time.monotonic() + self._settings.vitals_interval_s
         ask_at, wait_s = 0.0, _LOOK_S
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
-            if self._connected:
+            if self._connected and self._connections <= confirmed:
                 ask_at, wait_s = 0.0, _LOOK_S
                 if self._settings.vitals_interval_s and now >= compare_at:
                     compare_at = now + self._settings.vitals_interval_s
                     await self._compare(watch)
             elif now >= ask_at:
                 ask_at, wait_s = now + wait_s, min(2 * wait_s, _ASK_AT_MOST_S)
-                _, address, _ = await self._find()
+                connections = self._connections
+                facts, address, _ = await self._find()
+                if facts.reachable:
+                    confirmed = connections
                 if address is not None and address != self._address:
                     logger.warning("%s: its event stream is at %s now", self.replica_id, address.endpoint)
                     return

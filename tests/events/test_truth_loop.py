@@ -79,6 +79,32 @@ async def test_an_engine_that_comes_back_with_another_event_port_is_found(
         await eventually(lambda: matches(reader, [second]), {0: blocks})
 
 
+async def test_an_old_event_port_that_another_engine_took_is_left(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "_LOOK_S", 0.2)
+    settings = settings.model_copy(update={"vitals_interval_s": 0.0})
+    async with contextlib.AsyncExitStack() as stack:
+        reader = RedisIndexReader(settings, "gw")
+        stack.push_async_callback(reader.close)
+        async with SimReplica(CONFIG) as first:
+            await reader.announce(POOL, records([first]), 60)
+            await stack.enter_async_context(running(Indexer(settings)))
+            await eventually(lambda: knowledge(reader), {first.base_url: "exact"})
+            port, (events,) = first.port, first.event_endpoints
+        # while nothing answers at the replica's own address, its stream connects to the port's new owner
+        other = await stack.enter_async_context(SimReplica(replace(CONFIG, events_port=int(events.rpartition(":")[2]))))
+        blocks = await full_chain(reader, first)
+        await ask(other, TEXT)
+        await eventually(lambda: matches(reader, [first]), {0: blocks})
+        second = await stack.enter_async_context(SimReplica(replace(CONFIG, port=port)))
+        await eventually(lambda: matches(reader, [second]), {})
+        await eventually(lambda: knowledge(reader), {second.base_url: "exact"})
+        own = f"what only the second was asked; {TEXT}"
+        await ask(second, own)
+        await eventually(lambda: matches(reader, [second], own), {0: await full_chain(reader, second, own)})
+
+
 async def test_a_doubted_replica_is_read_anew_once_for_each_doubt(settings: Settings) -> None:
     async with SimReplica(CONFIG) as replica, SimReplica(CONFIG) as other, contextlib.AsyncExitStack() as stack:
         reader = RedisIndexReader(settings, "gw")
