@@ -275,10 +275,15 @@ async def test_every_kind_of_url_makes_a_client() -> None:
         await writer.close()
 
 
-async def test_an_acl_user_with_the_documented_rights(own_server: Any) -> None:
+def documented_rights(key_prefix: str, number: int = 0) -> list[str]:
+    """The `number`th command of docs/redis.md that makes a user, for the password "pw"."""
     text = (Path(__file__).parents[2] / "docs/redis.md").read_text(encoding="utf-8")
-    line = next(line for line in text.splitlines() if line.startswith("ACL SETUSER"))
-    own_server.client().execute_command(*line.replace("PASSWORD", "pw").replace("~prefix-router", "~acl").split())
+    line = [line for line in text.splitlines() if line.startswith("ACL SETUSER")][number]
+    return line.replace("PASSWORD", "pw").replace("~prefix-router", f"~{key_prefix}").split()
+
+
+async def test_an_acl_user_with_the_documented_rights(own_server: Any) -> None:
+    own_server.client().execute_command(*documented_rights("acl"))
     url = f"redis://prefix-router:pw@127.0.0.1:{own_server.port}/0"
     settings = Settings(redis_url=url, key_prefix="acl", redis_timeout_ms=2000)
     writer, fleet = await fill(settings)
@@ -319,11 +324,13 @@ async def test_a_cluster_of_three_masters() -> None:
         for at, client in enumerate(clients):
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", at * 5461, 16383 if at == 2 else at * 5461 + 5460)
             client.execute_command("CLUSTER", "MEET", "127.0.0.1", ports[0])
+            client.execute_command(*documented_rights("prefix-router"))
+            client.execute_command(*documented_rights("prefix-router", 1))
         deadline = time.monotonic() + 30
         while not all(b"cluster_state:ok" in _raw(c.execute_command("CLUSTER", "INFO")) for c in clients):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
-        settings = Settings(redis_url=f"redis+cluster://127.0.0.1:{ports[0]}", redis_timeout_ms=5000)
+        settings = Settings(redis_url=f"redis+cluster://prefix-router:pw@127.0.0.1:{ports[0]}", redis_timeout_ms=5000)
         for pool in ("one", "two", "three", "four"):
             writer, fleet = await fill(settings, pool)
             reader = RedisIndexReader(settings)
