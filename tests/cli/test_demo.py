@@ -1,5 +1,6 @@
 """The demo leaves nothing running, however it ends."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -36,12 +37,18 @@ def test_what_was_started_ends_with_the_demo(number):
     )
     deadline = time.monotonic() + 60
     started: set[int] = set()
-    while len(started) < 3:  # Redis, the replicas, LiteLLM
-        assert process.poll() is None and time.monotonic() < deadline
-        started = descendants(process.pid)
-        time.sleep(0.1)
-    process.send_signal(number)
-    assert process.wait(60) == 130
+    try:
+        while len(started) < 3:  # Redis, the replicas, LiteLLM
+            assert process.poll() is None and time.monotonic() < deadline
+            started = descendants(process.pid)
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        for pid in started if process.returncode != 130 else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while alive := [pid for pid in started if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, alive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ async def test_an_address_reused_by_a_new_engine(settings: Settings, asked_befor
     """It never said that it holds the old one's blocks, whether or not it has spoken when it is found."""
     config = SimConfig(**FAST, port=free_port(), events_port=free_port(), replay_port=free_port())
     old = SimReplica(config)
-    async with serving([SimConfig(**FAST)]) as others:
+    async with serving([SimConfig(**FAST)]) as others, contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(old.stop)
         reader = RedisIndexReader(settings, "gw")
         await old.start()
         fleet = [old, *others]

@@ -106,6 +106,7 @@ async def test_an_old_event_port_that_another_engine_took_is_left(
 
 
 async def test_a_doubted_replica_is_read_anew_once_for_each_doubt(settings: Settings) -> None:
+    settings = settings.model_copy(update={"indexer_lease_s": 2.0})  # a lapse would count as another life
     async with SimReplica(CONFIG) as replica, SimReplica(CONFIG) as other, contextlib.AsyncExitStack() as stack:
         reader = RedisIndexReader(settings, "gw")
         stack.push_async_callback(reader.close)

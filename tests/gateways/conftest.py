@@ -26,7 +26,14 @@ async def stack(redis_server) -> AsyncIterator[object]:
     from litellm_prefix_router.demo.processes import Processes
     from litellm_prefix_router.demo.stack import start_stacks
 
-    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Processes(Path(folder)) as processes,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # what is known is tested, not how fast a shared machine is; the deadline is tested elsewhere
+        patch.setenv("PREFIX_ROUTER_DEADLINE_MS", "1000")
+        patch.setenv("PREFIX_ROUTER_REDIS_TIMEOUT_MS", "250")
         (running,) = await start_stacks(
             "test",
             ["litellm"],

@@ -225,7 +225,12 @@ async def test_a_bad_setting_stops_the_proxy_with_one_line(ready, tmp_path):
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    out, _ = await asyncio.wait_for(process.communicate(), 90)
+    try:
+        out, _ = await asyncio.wait_for(process.communicate(), 90)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     assert process.returncode == 2
     assert b"prefix-router: callback_settings.prefix_router: unknown setting 'deadline'; did you mean" in out
     assert b"Traceback" not in out

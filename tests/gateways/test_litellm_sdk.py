@@ -42,7 +42,7 @@ def deployment(replica, group="chat", **info):
 
 @pytest.fixture
 def strategy(request):
-    made = LiteLLMPrefixRouter(load_settings({"redis_url": f"memory://{request.node.name}"}))
+    made = LiteLLMPrefixRouter(load_settings({"redis_url": f"memory://{request.node.name}", "deadline_ms": 1000}))
     yield made
     made.close()
 

@@ -23,6 +23,7 @@ from .conftest import chat, receipt_of, until
 
 ROOT = Path(__file__).parents[3]
 TOP = {"redis_url": "memory://bootstraps"}
+PATIENT = {"message_timeout: 0.2s": "message_timeout: 5s"}
 
 
 class Authority:
@@ -93,7 +94,7 @@ def listen(config: dict[str, Any]) -> int:
 @pytest.mark.envoy
 async def test_minimal(echoes, serve, start_envoy) -> None:
     server = await serve(pool={"endpoints": [e.endpoint for e in echoes]}, top=TOP)
-    config = load("minimal.yaml")
+    config = load("minimal.yaml", PATIENT)
     put(config, "replicas", [e.endpoint for e in echoes])
     put(config, "prefix-router", [server.address])
     listen(config)
@@ -125,6 +126,7 @@ async def test_production(tmp_path, echoes, serve, start_envoy) -> None:
     config = load(
         "production.yaml",
         {
+            **PATIENT,
             "/etc/envoy/tls": str(tls),
             "/etc/envoy/eds/replicas.yaml": str(tmp_path / "eds.yaml"),
             "/dev/stdout": str(log),

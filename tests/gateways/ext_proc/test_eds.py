@@ -91,7 +91,7 @@ async def test_envoy_follows_the_roster_and_running_streams_go_on(
             await anext(lines)
             # the replica that streams is taken from the list: Envoy ends nothing that runs
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait) == 0
+            assert await asyncio.to_thread(process.wait, 60) == 0
             rest = {endpoint: False for endpoint in fleet.endpoints if f"http://{endpoint}" != home}
             assert EdsFile(output, "replicas").write(rest) == "written"
 

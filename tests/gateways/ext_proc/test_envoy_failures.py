@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from litellm_prefix_router.demo.processes import Processes, free_ports
+from litellm_prefix_router.demo.processes import Processes, consecutive_ports, free_ports
 
 from .conftest import chat, receipt_of, until
 
@@ -144,7 +144,7 @@ async def test_the_processor_dies_freezes_and_comes_back_under_load(under_load, 
     await load.more(1000)
     process.send_signal(signal.SIGTERM)
     await load.more(1000)
-    assert await asyncio.to_thread(process.wait) == 0
+    assert await asyncio.to_thread(process.wait, 60) == 0
     process = await start_processor(address)
     await load.chosen_again()
     await load.more(1000)
@@ -177,14 +177,14 @@ async def test_a_slow_processor_costs_the_message_timeout_and_no_request(under_l
     timeouts = next(item["value"] for item in stats if item.get("name", "").endswith("message_timeouts"))
     assert timeouts > 20
     process.send_signal(signal.SIGTERM)  # answers that came too late hold nothing up
-    assert await asyncio.to_thread(process.wait) == 0
+    assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 @pytest.mark.slow
 async def test_streams_of_minutes_arrive_whole_and_give_their_load_back(echoes, serve, start_envoy) -> None:
     pool = {"endpoints": [e.endpoint for e in echoes]}
     server = await serve(pool=pool, top={"redis_url": "memory://long", "embedded_indexer": False})
-    envoy = await start_envoy(pool["endpoints"], [server.address], message_timeout_s=TIMEOUT_S)
+    envoy = await start_envoy(pool["endpoints"], [server.address])
 
     async def listen(number: int) -> None:
         url = f"{envoy.url}/stream?n=1500&gap_ms=100"
@@ -202,7 +202,7 @@ async def test_streams_of_minutes_arrive_whole_and_give_their_load_back(echoes, 
 async def test_a_running_stream_outlives_the_processor(tmp_path, echoes, start_processor, start_envoy) -> None:
     address = f"unix://{tmp_path}/processor.sock"
     process = await start_processor(address)
-    envoy = await start_envoy([e.endpoint for e in echoes], [address], message_timeout_s=TIMEOUT_S)
+    envoy = await start_envoy([e.endpoint for e in echoes], [address])
     seen = []
     url = f"{envoy.url}/stream?n=400&gap_ms=2"
     async with envoy.client.stream("POST", url, json=chat("stream", stream=True)) as answer:
@@ -223,7 +223,7 @@ async def test_a_client_cannot_choose_while_the_processor_is_away(tmp_path, echo
 
 
 async def test_workers_share_the_requests_and_a_dead_one_comes_back(echoes, start_processor, start_envoy) -> None:
-    (first,) = free_ports(1)
+    first = consecutive_ports(2)
     parent = await start_processor(f"127.0.0.1:{first}", workers=2)
     addresses = [f"127.0.0.1:{first}", f"127.0.0.1:{first + 1}"]
 
@@ -250,7 +250,7 @@ async def test_workers_share_the_requests_and_a_dead_one_comes_back(echoes, star
     await until(lambda: len(children_of(parent.pid) - before) == 1, 60)
     await until(listening, 60)
     parent.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(parent.wait) == 0
+    assert await asyncio.to_thread(parent.wait, 60) == 0
 
 
 def children_of(pid: int) -> set[int]:
