@@ -80,6 +80,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Key of the load reservation; 0: none."""
     queued_tokens: int = 0
     """Uncached tokens that stood before this request's first token at dispatch, its own included."""
+    refused: bool = False
+    """The request asked not to wait that long: it is not to be sent, and was not remembered as placed."""
     chain: tuple[int, ...] = ()
     """Block hashes of the prompt, for what the response may teach."""
     block_size: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .fleet.pool import Pool
 from .prompt.cache import PromptCache
@@ -30,6 +30,7 @@ class EncoderShelf:
         self._encoders: WeakValueDictionary[Key, PromptPipeline] = WeakValueDictionary()
         """All that some pool holds, and the recent ones."""
         self._recent: dict[Key, PromptPipeline] = {}
+        self._engines: WeakKeyDictionary[PromptPipeline, EngineTokenizer] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def equip(self, pool: Pool) -> None:
@@ -50,6 +51,12 @@ class EncoderShelf:
         with self._lock:
             encoder = self._encoders.get(key)
             if encoder is None:
+                engine = EngineTokenizer(
+                    list,
+                    cache=self._cache,
+                    lora_modules=pool.lora_modules,
+                    deadline_ms=self._settings.deadline_ms * ENGINE_SHARE,
+                )
                 encoder = PromptPipeline(
                     pool.settings,
                     root=root,
@@ -59,14 +66,12 @@ class EncoderShelf:
                     cache=self._cache,
                     tokenizers=self._tokenizers,
                     max_body_bytes=self._settings.max_body_bytes,
-                    engine_tokenizer=EngineTokenizer(
-                        lambda: list(dict.fromkeys(r.address for r in pool.replicas.values() if r.facts.reachable)),
-                        cache=self._cache,
-                        lora_modules=pool.lora_modules,
-                        deadline_ms=self._settings.deadline_ms * ENGINE_SHARE,
-                    ),
+                    engine_tokenizer=engine,
                 )
+                self._engines[encoder] = engine
                 encoder.start()
+            # the pool of now: an encoder outlives those that it was made for
+            self._engines[encoder].ask_at(lambda: _addresses(pool))
             self._encoders[key] = encoder
             self._recent[key] = self._recent.pop(key, encoder)  # the last asked for stands last
             if len(self._recent) > KEPT:
@@ -80,3 +85,7 @@ class EncoderShelf:
                 encoder.close()
             self._encoders.clear()
             self._recent.clear()
+
+
+def _addresses(pool: Pool) -> list[str]:
+    return list(dict.fromkeys(r.address for r in pool.replicas.values() if r.facts.reachable))

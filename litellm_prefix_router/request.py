@@ -26,5 +26,7 @@ class RoutingRequest:
     """A key for stickiness (a conversation or user id), where the gateway has one."""
     avoid: frozenset[str] = field(default_factory=frozenset)
     """Candidates that failed this very request before; chosen only if nothing else is left."""
+    max_wait_s: float | None = None
+    """Refuse the request where even the chosen replica has more seconds of prefill ahead of it."""
     note: str | None = None
     """Something the gateway could not know about the prompt; kept in the receipt."""

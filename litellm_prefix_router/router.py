@@ -210,13 +210,15 @@ class PrefixRouter:
         policy_started = self._clock()
         names = [name for name in request.candidates if name not in request.avoid] or list(request.candidates)
         candidates = self._candidates(pool, names, known)
-        source, policy = self._rung(candidates, known)
+        key = known.prefix_key
+        if key is None and request.session:  # a body that cannot be read: its session still meets its cache
+            key = root_hash(known.cache_name, "\0session", request.session)
+        source, policy = self._rung(candidates, known, key)
         ranking = policy.rank(
             PolicyInput(
                 candidates=candidates,
                 prompt_tokens=known.prompt_tokens,
-                prefix_key=known.prefix_key,
-                session_key=request.session,
+                prefix_key=key,
                 sequence=next(pool.sequence) if pool is not None else 0,
                 backlog_weight=self.settings.backlog_weight,
                 backlog_weight_max=self.settings.backlog_weight_max,
@@ -251,7 +253,10 @@ class PrefixRouter:
             tokens_by=known.tokens_by,
             note=known.note,
         )
-        self._remember(pool, best.replica_id, known)
+        ahead_s = best.pending_prefill_tokens / best.prefill_tokens_per_s
+        refused = request.max_wait_s is not None and ahead_s > request.max_wait_s
+        if not refused:
+            self._remember(pool, best.replica_id, known)
         return Decision(
             replica_id=best.replica_id,
             ranking=tuple(candidates[i].replica_id for i in ranking.order),
@@ -260,6 +265,7 @@ class PrefixRouter:
                 request.pool, best.replica_id, prefill_tokens=uncached, active_tokens=known.prompt_tokens
             ),
             queued_tokens=best.pending_prefill_tokens + uncached,
+            refused=refused,
             chain=tuple(known.blocks),
             block_size=known.block_size,
         )
@@ -304,7 +310,7 @@ class PrefixRouter:
             prefill_tokens_per_s=self.rates.rate(name),
         )
 
-    def _rung(self, candidates: Sequence[Candidate], known: Knowledge) -> tuple[Source, Policy]:
+    def _rung(self, candidates: Sequence[Candidate], known: Knowledge, prefix_key: int | None) -> tuple[Source, Policy]:
         """The best rung of the ladder that this knowledge reaches, and the policy that decides there."""
         if not self.policy.uses_prefix:
             return Source.LEAST_LOAD, self.policy
@@ -315,7 +321,7 @@ class PrefixRouter:
             known.failed("no_events")
         if any(c.recent_tokens for c in candidates):
             return Source.APPROXIMATE, self.policy
-        if known.prefix_key is not None:
+        if prefix_key is not None:
             return Source.HASH, ConsistentHash()
         return Source.LEAST_LOAD, LeastLoad()
 
@@ -329,7 +335,9 @@ class PrefixRouter:
             return
         self.placements.place(choice, known.chain)
         if known.lookup is not None and known.blocks:
-            self._index().place(known.cache_name, choice, known.blocks, self.settings.placement_ttl_s)
+            followed = known.level_of(choice) != "none"
+            ttl_s = self.settings.placement_ttl_s if followed else self.settings.approximate_ttl_s
+            self._index().place(known.cache_name, choice, known.blocks, ttl_s)
 
     def _last_resort(self, request: RoutingRequest, started: float) -> Decision:
         choice = min(request.candidates, key=lambda name: self.ledger.load(name).requests)

@@ -24,7 +24,7 @@ from .background import BackgroundLoop
 from .decision import Decision
 from .encoders import EncoderShelf
 from .fleet.confidence import CONFIDENCE
-from .fleet.discovery import ask_replica
+from .fleet.discovery import ReplicaFacts, ask_replica
 from .fleet.pool import Fleet, Pool, Replica
 from .index import open_reader
 from .index.contract import IndexReader, IndexUnavailable, ReplicaLoad, ReplicaRecord
@@ -41,6 +41,7 @@ logger = logging.getLogger("litellm_prefix_router")
 
 REDISCOVER_S = 30.0
 RETRY_DISCOVERY_S = 1.0
+COMPLETE_DISCOVERY_S = 5.0
 TICK_S = 1.0
 STATE_TTL_S = 6.0
 _WARM_POLL_S = 0.05
@@ -61,6 +62,12 @@ def check_settings(settings: Settings) -> None:
     """Everything that can be known to be wrong before the first request. Raises SettingsError."""
     policy_named(settings.policy)
     open_reader(settings)
+
+
+def _ask_again_s(facts: ReplicaFacts) -> float:
+    if not facts.reachable:
+        return RETRY_DISCOVERY_S
+    return COMPLETE_DISCOVERY_S if facts.unanswered else REDISCOVER_S
 
 
 class RouterService:
@@ -161,6 +168,8 @@ class RouterService:
         loop = asyncio.get_running_loop()
         reader = self._readers.get(loop)
         if reader is None:
+            for ended in [other for other in self._readers if other.is_closed()]:
+                del self._readers[ended]  # its reader refers to it: neither would ever be collected
             reader = self._readers[loop] = open_reader(self.settings, self.gateway_id)
         return reader
 
@@ -174,7 +183,7 @@ class RouterService:
                 due: dict[str, list[Replica]] = {}
                 for pool in self.fleet.pools.values():
                     for replica in pool.replicas.values():
-                        wait_s = REDISCOVER_S if replica.facts.reachable else RETRY_DISCOVERY_S
+                        wait_s = _ask_again_s(replica.facts)
                         if now - self._asked.get(replica.address, float("-inf")) >= wait_s:
                             due.setdefault(replica.address, []).append(replica)
                 if due:
@@ -182,7 +191,7 @@ class RouterService:
                     for replicas, facts in zip(due.values(), answers, strict=True):
                         for replica in replicas:
                             if facts.reachable:
-                                replica.facts = facts
+                                replica.facts = facts.after(replica.facts)
                     for pool in self.fleet.pools.values():
                         pool.learned()
                         self.encoders.equip(pool)

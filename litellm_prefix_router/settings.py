@@ -7,6 +7,7 @@ to a command), `PREFIX_ROUTER_*` environment variables, the defaults below.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -89,13 +90,15 @@ class EnvoySettings(BaseModel):
         gt=0,
         description="Answer 429 where even the best replica has more prefill ahead, seconds; default: never.",
     )
-    session_header: str | None = Field(None, description="Request header that holds a session's key.")
+    session_header: str | None = Field(
+        None, description="Request header with a session's key, by which unreadable bodies are placed."
+    )
     tenant_header: str | None = Field(None, description="Request header that names the tenant; must be a trusted one.")
     tenant_metadata: list[str] = Field(
         default_factory=list, description="Path to the tenant in Envoy's metadata: namespace, then keys (JWT claims)."
     )
     salt_secret: SecretStr | None = Field(
-        None, description="Set: every request carries its tenant's cache_salt, an HMAC with this secret."
+        None, description="Set: every JSON body carries its tenant's cache_salt, an HMAC with this secret."
     )
     health_path: str = Field("/health", pattern="^/", description="Path that tells a replica's health.")
     health_interval_s: float = Field(0.5, gt=0, description="Between two probes of a replica that shows no other sign.")
@@ -190,6 +193,10 @@ def load_settings_file(path: Path) -> Settings:
     return load_settings(section, where=str(path))
 
 
+_SECRET = re.compile("secret|password|redis_url")
+"""Settings whose values no message shows."""
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
@@ -200,5 +207,6 @@ def _explain(error: ValidationError) -> str:
             hint = f"; did you mean {close[0]!r}?" if close else f"; known settings: {', '.join(known)}"
             lines.append(f"unknown setting {name!r}{hint}")
         else:
-            lines.append(f"{name}: {item['msg']} (got {item['input']!r})")
+            got = "" if _SECRET.search(name) else f" (got {item['input']!r})"
+            lines.append(f"{name}: {item['msg']}{got}")
     return "; ".join(lines)

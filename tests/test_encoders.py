@@ -8,7 +8,8 @@ import pytest
 
 from litellm_prefix_router import encoders
 from litellm_prefix_router.encoders import EncoderShelf
-from litellm_prefix_router.fleet.pool import Pool
+from litellm_prefix_router.fleet.discovery import ReplicaFacts
+from litellm_prefix_router.fleet.pool import Pool, Replica
 from litellm_prefix_router.prompt.pipeline import PromptPipeline
 from litellm_prefix_router.settings import ModelSettings, Settings
 from litellm_prefix_router.sim.assets import TINY_MODEL
@@ -29,4 +30,18 @@ async def test_adapters_that_come_and_go_load_nothing_anew(monkeypatch: pytest.M
         tokenizers.add(id(pool.encoder._model.tokenizer))
     assert len(tokenizers) == 1
     assert sum(thread.name.startswith("prompt_") for thread in threading.enumerate()) <= 5
+    shelf.close()
+
+
+def test_an_engines_tokenizer_is_asked_at_the_replicas_of_now() -> None:
+    shelf = EncoderShelf(Settings.model_validate({}))
+    encoder = None
+    for names in (("http://old1", "http://old2"), ("http://new1", "http://new2")):
+        replicas = {name: Replica(name, name, "m", facts=ReplicaFacts(reachable=True)) for name in names}
+        pool = Pool("chat", replicas, settings=ModelSettings(tokenizer=str(TINY_MODEL)))
+        shelf.equip(pool)
+        assert encoder is None or pool.encoder is encoder
+        encoder = pool.encoder
+        assert isinstance(encoder, PromptPipeline)
+        assert shelf._engines[encoder]._addresses() == list(names)
     shelf.close()

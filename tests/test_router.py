@@ -296,3 +296,41 @@ async def test_the_receipt_header_holds_no_prompt():
     index.hold("c", PROMPT)
     header = (await router.route(ask(PROMPT))).receipt.header()
     assert header.startswith("replica=c; source=exact; match=64/65; policy=least-cost; reason=ok; ms=")
+
+
+async def test_what_would_wait_too_long_is_refused_and_not_remembered():
+    router, index = build()
+    long = list(range(80_001))
+    idle = await router.route(ask(long, max_wait_s=0.5))
+    assert not idle.refused  # its own prefill is no wait
+    index.loads = {name: ReplicaLoad(9, 10_000_000, 0) for name in NAMES}
+    index.placed.clear()
+    other = list(range(7, 80_008))
+    decision = await router.route(ask(other, max_wait_s=0.5))
+    router.finished(decision)
+    assert decision.refused and index.placed == []
+    again = await router.route(ask(other))
+    assert not again.refused and again.receipt.token_credit == 0
+
+
+async def test_what_cannot_be_read_is_placed_by_its_session():
+    router, _ = build()
+    seen: dict[str, set[str]] = {}
+    for _ in range(4):
+        for session in map(str, range(16)):
+            decision = await router.route(ask(body={}, path="/v1/audio", session=session))
+            router.finished(decision)
+            seen.setdefault(session, set()).add(decision.replica_id)
+            assert decision.receipt.source is Source.HASH
+    assert all(len(choices) == 1 for choices in seen.values())
+    assert set.union(*seen.values()) == set(NAMES)
+
+
+async def test_placements_on_replicas_without_events_are_told_for_as_long_as_they_count():
+    router, index = build(placement_ttl_s=30.0, approximate_ttl_s=600.0)
+    told = []
+    index.place = lambda pool, replica_id, blocks, ttl_s: told.append(ttl_s)
+    await router.route(ask(PROMPT))
+    index.knowledge = dict.fromkeys(NAMES, "none")
+    await router.route(ask(PROMPT))
+    assert told == [30.0, 600.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,22 @@ async def test_a_gateway_is_warm_when_its_tokenizers_are() -> None:
         encoder.state = "ready"
         await asyncio.wait_for(warm, 10)
         assert not running.warming
+
+
+def test_an_event_loop_that_ended_leaves_no_connection_behind(valkey: Any) -> None:
+    service = RouterService(Settings(redis_url=valkey.connection_url, embedded_indexer=False, redis_timeout_ms=5000))
+    before = len(valkey.client().client_list())
+    for _ in range(8):  # as a script does that calls asyncio.run for each of its jobs
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(service_roster(service))
+        loop.close()
+    gc.collect()
+    assert len(service._readers) == 1
+    assert len(valkey.client().client_list()) <= before + 2
+
+
+async def service_roster(service: RouterService) -> None:
+    await service._reader().roster("m")
 
 
 @pytest.mark.parametrize("encoder", [None, Loading()])

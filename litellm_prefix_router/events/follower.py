@@ -91,9 +91,10 @@ class Follower:
                     self._disconnect()
                     snapshot, wait_s = None, _ASK_AGAIN_S
                     continue
-            if facts.reachable or self.record.slot is None:
+            told = facts.reachable and "events" not in facts.unanswered
+            if told or self.record.slot is None:
                 self._publish(slot=None, knowledge="none", note=problem, block_size=facts.block_size or 0)
-            else:  # taken over while it does not answer: what the index says of it may well be true still
+            else:  # taken over while it does not say: what the index says of it may well be true still
                 self._publish(knowledge="stale", note=problem)
             await asyncio.sleep(wait_s if facts.reachable else min(wait_s, 1.0))
             wait_s = min(wait_s * 2, _ASK_AT_MOST_S) if facts.reachable else _ASK_AGAIN_S

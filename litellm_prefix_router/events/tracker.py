@@ -98,6 +98,8 @@ class Tracker:
             self._ask(prove=True)
         else:
             self._begin("start")
+            if self._restored:  # what was held is unknown without a replay
+                self.complete = False
             if self.can_replay:
                 self._ask(prove=False)
         return self._take()

@@ -21,6 +21,7 @@ from .outputs import NewIncarnation, Output, Remove, Store
 logger = logging.getLogger("litellm_prefix_router.events")
 
 _RETRY_S = 0.1
+_RETRY_AFTER_FAULT_S = 1.0
 _UNDER_WAY = 2
 """Batches on their way to the index: one is written while the next is made."""
 
@@ -112,6 +113,10 @@ class PoolWriting:
                 logger.debug("%s: %s", self.pool, error)
                 await asyncio.sleep(_RETRY_S)
                 self._work.set()
+            except Exception:  # whatever it is: nothing would be written any more, while the leases are renewed
+                logger.exception("%s: writing the index failed; trying again", self.pool)
+                await asyncio.sleep(_RETRY_AFTER_FAULT_S)
+                self._work.set()
 
     async def _flush(self) -> None:
         while self._anew:
@@ -136,7 +141,7 @@ class PoolWriting:
                     self.write_anew(follower)
             except Fenced:
                 self.fenced.add(replica_id)
-            except IndexUnavailable:
+            except Exception:
                 self._records.setdefault(replica_id, (follower, urgent))
                 raise
         if self._queue or self._anew:

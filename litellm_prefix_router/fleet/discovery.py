@@ -9,12 +9,19 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(?P<labels>[^}]*)\}", re.MULTILINE)
+_TOLD_BY = {
+    "models": ("base_model", "aliases", "lora_modules", "root", "max_model_len"),
+    "version": ("version",),
+    "metrics": ("block_size", "capacity_tokens"),
+    "events": ("dp_ranks", "event_sources"),
+}
+"""Question -> the facts that its answer tells."""
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -38,16 +45,24 @@ class ReplicaFacts:
     dp_ranks: int = 1
     event_sources: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Data-parallel rank -> the engine's event configuration as it reports it."""
+    unanswered: frozenset[str] = frozenset()
+    """Questions ("models", "version", "metrics", "events") without an answer in time. "Not found" is an answer."""
+
+    def after(self, before: ReplicaFacts) -> ReplicaFacts:
+        """These facts, and what was known `before` where a question got no answer this time."""
+        kept = {name: getattr(before, name) for question in self.unanswered for name in _TOLD_BY[question]}
+        if "events" in self.unanswered and "metrics" not in self.unanswered:
+            kept["capacity_tokens"] = self.capacity_tokens // before.dp_ranks
+        return replace(self, **kept)
 
 
 async def ask_replica(client: httpx.AsyncClient, address: str, timeout_s: float = 2.0) -> ReplicaFacts:
     """All facts of the replica at `address` (base URL without /v1), asked at once. Never raises for its answers."""
-    models, version, metrics, sources = await asyncio.gather(
-        _get_json(client, f"{address}/v1/models", timeout_s),
-        _get_json(client, f"{address}/version", timeout_s),
-        _get_text(client, f"{address}/metrics", timeout_s),
-        _get_json(client, f"{address}/kv_event_sources", timeout_s),
-    )
+    paths = {"models": "/v1/models", "version": "/version", "metrics": "/metrics", "events": "/kv_event_sources"}
+    answers = await asyncio.gather(*(_get(client, f"{address}{path}", timeout_s) for path in paths.values()))
+    by_question = dict(zip(paths, answers, strict=True))
+    models, version, sources = (_json(by_question[question]) for question in ("models", "version", "events"))
+    metrics = _text(by_question["metrics"])
     base, aliases, adapters, root, longest = _read_models(models)
     ranks = _read_sources(sources)
     block_size, capacity = _read_cache_info(metrics or "")
@@ -64,6 +79,7 @@ async def ask_replica(client: httpx.AsyncClient, address: str, timeout_s: float 
         capacity_tokens=capacity // max(len(ranks), 1),
         dp_ranks=max(len(ranks), 1),
         event_sources=ranks,
+        unanswered=frozenset(question for question, answer in by_question.items() if answer is None),
     )
 
 
@@ -100,17 +116,21 @@ def _read_cache_info(metrics: str) -> tuple[int | None, int]:
     return size, (size or 0) * max(blocks - 1, 0)  # the engine keeps one block for itself
 
 
-async def _get_json(client: httpx.AsyncClient, url: str, timeout_s: float) -> Any:
+async def _get(client: httpx.AsyncClient, url: str, timeout_s: float) -> httpx.Response | None:
+    """None: no answer, or one that says nothing about the question (5xx)."""
     try:
         answer = await client.get(url, timeout=timeout_s)
-        return answer.json() if answer.status_code == 200 else None
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-        return None
-
-
-async def _get_text(client: httpx.AsyncClient, url: str, timeout_s: float) -> str | None:
-    try:
-        answer = await client.get(url, timeout=timeout_s)
-        return answer.text if answer.status_code == 200 else None
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
+    return answer if answer.status_code < 500 else None
+
+
+def _json(answer: httpx.Response | None) -> Any:
+    try:
+        return answer.json() if answer is not None and answer.status_code == 200 else None
+    except ValueError:
+        return None
+
+
+def _text(answer: httpx.Response | None) -> str | None:
+    return answer.text if answer is not None and answer.status_code == 200 else None

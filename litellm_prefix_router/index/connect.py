@@ -107,5 +107,7 @@ def _nodes(rest: str) -> list[tuple[str, int]]:
 
 def _mask(url: str) -> str:
     scheme, separator, rest = url.partition("://")
+    rest, options, _ = rest.partition("?")  # passwords may stand there, too
     credentials, at, where = rest.rpartition("@")
-    return f"{scheme}{separator}***@{where}" if at and credentials else url
+    shown = f"***@{where}" if at and credentials else rest
+    return f"{scheme}{separator}{shown}{'?...' if options else ''}"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from ..patience import PatientTimeout
 from .breaker import CircuitBreaker
@@ -69,7 +69,7 @@ class RedisGuard:
             raise IndexUnavailable(f"Redis did not answer within {self._timeout_s * 1000:.0f} ms") from None
         except ResponseError as error:  # it does answer (out of memory, no permission): the next call may well succeed
             raise IndexUnavailable(f"Redis: {describe(error)}") from error
-        except (RedisError, OSError) as error:
+        except (RedisError, RedisClusterException, OSError) as error:
             reason = describe(error)
             self._failed(reason)
             raise IndexUnavailable(f"Redis: {reason}") from error
@@ -91,7 +91,7 @@ class RedisGuard:
         try:
             async with PatientTimeout(self._timeout_s):
                 await self._client.ping()
-        except (TimeoutError, RedisError, OSError) as error:
+        except (TimeoutError, RedisError, RedisClusterException, OSError) as error:
             self.breaker.failed(self._clock(), describe(error))
         except BaseException:
             self.breaker.failed(self._clock(), "probe cancelled")

@@ -52,8 +52,7 @@ class PolicyInput(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     """0 where unknown."""
     prefix_key: int | None = None
-    """Hash of the prompt's beginning, for consistent hashing."""
-    session_key: str | None = None
+    """Hash of the prompt's beginning (or of its session, where the body cannot be read), for consistent hashing."""
     sequence: int = 0
     """Counts the decisions of this gateway for the pool (round robin needs it)."""
     backlog_weight: float = 2.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,8 +42,9 @@ _TOKENIZE_IGNORES = ("truncate_prompt_tokens", "documents", "reasoning_effort", 
 class EngineTokenizer:
     """Implements PromptEncoder by asking replicas.
 
-    `addresses` gives the base URLs of replicas that may be asked, best first. `deadline_ms` bounds the wait of one
-    request, `timeout_s` the question itself; at most `max_in_flight` questions are open at a time.
+    `addresses` gives the base URLs of replicas that may be asked; those that failed lately are asked last.
+    `deadline_ms` bounds the wait of one request, `timeout_s` the question itself; at most `max_in_flight` questions are
+    open at a time.
     """
 
     def __init__(
@@ -70,11 +72,16 @@ class EngineTokenizer:
         self._max_body_bytes = max_body_bytes
         self._open: dict[int, asyncio.Task[bytes]] = {}
         self._no_render: set[str] = set()
+        self._failed_at: dict[str, float] = {}
         self._state = "ready (engine)"
 
     @property
     def state(self) -> str:
         return self._state
+
+    def ask_at(self, addresses: Callable[[], Sequence[str]]) -> None:
+        """Other replicas from now on."""
+        self._addresses = addresses
 
     async def close(self) -> None:
         """Give up open questions and the client, where it is our own."""
@@ -126,7 +133,9 @@ class EngineTokenizer:
             task.exception()  # looked at, so that asyncio does not complain of what nobody waited for
 
     async def _ask(self, key: int, path: str, content: bytes, question: Mapping[str, Any]) -> bytes:
-        addresses = list(self._addresses())[:2]
+        known = self._addresses()
+        self._failed_at = {address: at for address, at in self._failed_at.items() if address in known}
+        addresses = sorted(known, key=lambda address: self._failed_at.get(address, 0.0))[:2]
         if not addresses:
             raise PromptUnknown("tokenizer_missing", "no replica to ask")
         failure = PromptUnknown("tokenizer_missing", "no replica answered")
@@ -137,6 +146,7 @@ class EngineTokenizer:
             except (httpx.HTTPError, ValueError) as error:
                 failure = PromptUnknown("tokenizer_missing", f"replica: {type(error).__name__}")
                 self._state = f"failing: {type(error).__name__}"
+                self._failed_at[address] = time.monotonic()
                 continue
             packed = as_token_ids(ids).tobytes()
             self._cache.put(("engine", key), packed, len(packed))

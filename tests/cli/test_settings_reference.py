@@ -23,6 +23,7 @@ def test_every_setting_of_the_router_says_what_it_is():
     [
         ({"deadline": 5}, "settings: unknown setting 'deadline'; did you mean 'deadline_ms'?"),
         ({"deadline_ms": 0}, "settings: deadline_ms: Input should be greater than 0 (got 0)"),
+        ({"envoy": {"salt_secret": 123456}}, "settings: envoy.salt_secret: Input should be a valid string"),
         ({"models": {"m": {"tokeniser": "x"}}}, "unknown setting 'models.m.tokeniser'; did you mean 'tokenizer'?"),
         ([1], "expected a mapping"),
     ],

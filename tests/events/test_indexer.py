@@ -11,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from litellm_prefix_router.events import follower as follower_module
+from litellm_prefix_router.events import writing as writing_module
 from litellm_prefix_router.events.indexer import Indexer
+from litellm_prefix_router.fleet.discovery import ReplicaFacts
 from litellm_prefix_router.index import ReplicaRecord
 from litellm_prefix_router.index.layout import Layout, pools_key
 from litellm_prefix_router.index.memory import MemoryIndex
@@ -182,6 +185,60 @@ async def test_a_withdrawn_replica_leaves_the_roster(settings: Settings, fleet: 
         await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
         await reader.announce(POOL, records(fleet)[1:], 30)
         await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet[1:]})
+    await reader.close()
+
+
+async def test_a_fault_while_writing_does_not_end_the_writing(
+    settings: Settings, fleet: list[SimReplica], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writing_module, "_RETRY_AFTER_FAULT_S", 0.05)
+    reader = RedisIndexReader(settings, "gw")
+    await reader.announce(POOL, records(fleet), 30)
+    async with running(Indexer(settings)) as indexer:
+        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
+        original, faults = indexer._writer.apply, iter([RuntimeError("a fault"), RuntimeError("another")])
+
+        async def apply(pool: str, writes: Any) -> Any:
+            for fault in faults:
+                raise fault
+            return await original(pool, writes)
+
+        monkeypatch.setattr(indexer._writer, "apply", apply)
+        await ask(fleet[1], TEXT)
+        size = (await reader.roster(POOL))[fleet[1].base_url].block_size
+        await eventually(lambda: matches(reader, fleet), {1: len(chain(fleet[1], TEXT, size))})
+    assert "a fault" in caplog.text
+    await reader.close()
+
+
+async def test_a_takeover_from_a_replica_that_is_slow_to_say_where_its_events_are(
+    settings: Settings, fleet: list[SimReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings.model_copy(update={"indexer_lease_s": 2.0})  # a lapse would count as another life
+    monkeypatch.setattr(follower_module, "_ASK_AGAIN_S", 0.2)
+    reader = RedisIndexReader(settings, "gw")
+    await reader.announce(POOL, records(fleet), 30)
+    async with running(Indexer(settings)):
+        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
+        for replica in fleet:
+            await ask(replica, TEXT)
+        full = len(chain(fleet[0], TEXT, (await reader.roster(POOL))[fleet[0].base_url].block_size))
+        await eventually(lambda: matches(reader, fleet), dict.fromkeys(range(4), full))
+    slots = {name: (r.slot, r.incarnation) for name, r in (await reader.roster(POOL)).items()}
+    original, slow = follower_module.ask_replica, True
+
+    async def ask_slowly(client: httpx.AsyncClient, address: str) -> ReplicaFacts:
+        facts = await original(client, address)
+        return dataclasses.replace(facts, event_sources={}, unanswered=frozenset({"events"})) if slow else facts
+
+    monkeypatch.setattr(follower_module, "ask_replica", ask_slowly)
+    async with running(Indexer(settings)):
+        await eventually(lambda: knowledge(reader), {r.base_url: "stale" for r in fleet})
+        assert await matches(reader, fleet) == dict.fromkeys(range(4), full)
+        slow = False
+        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
+        assert {name: (r.slot, r.incarnation) for name, r in (await reader.roster(POOL)).items()} == slots
+        assert await matches(reader, fleet) == dict.fromkeys(range(4), full)
     await reader.close()
 
 

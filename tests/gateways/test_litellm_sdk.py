@@ -12,6 +12,7 @@ from litellm import Router
 
 from litellm_prefix_router.gateways.litellm.strategy import LiteLLMPrefixRouter
 from litellm_prefix_router.gateways.litellm.tickets import note_of
+from litellm_prefix_router.request import RoutingRequest
 from litellm_prefix_router.settings import SettingsError, load_settings
 from litellm_prefix_router.sim import SimConfig, SimReplica
 
@@ -106,6 +107,36 @@ async def test_synchronous_calls_are_routed_too(replicas, strategy, seen):
     assert len({receipt.choice for receipt in seen[-2:]}) == 1
     assert answer.usage.prompt_tokens_details.cached_tokens > 200
     await until(lambda: not strategy.service.router.ledger.loads(), "no load left")
+
+
+async def test_what_no_replica_answered_teaches_nothing(replicas, strategy, monkeypatch):
+    """A fallback outside the pools, and LiteLLM's own response cache, report tokens that our replicas never saw."""
+    told = []
+    core = strategy.service.router
+    finished = core.finished
+    monkeypatch.setattr(
+        core, "finished", lambda decision, cached=None: (told.append(cached), finished(decision, cached))
+    )
+    elsewhere = {
+        "model_name": "hosted",
+        "litellm_params": {"model": "openai/other", "api_key": "none", "mock_response": "from elsewhere"},
+    }
+    router = Router(
+        model_list=[*(deployment(r) for r in replicas), elsewhere], fallbacks=[{"chat": ["hosted"]}], num_retries=0
+    )
+    strategy.attach(router)
+    for replica in replicas:
+        replica.faults.update({"fail_requests": 1000, "fail_status": 500})
+    answer = await router.acompletion(model="chat", messages=talk(3), max_tokens=1)
+    assert answer.choices[0].message.content == "from elsewhere"
+    await until(lambda: told, "the end of the attempt that failed")
+    await until(lambda: not core.ledger.loads(), "no load left")
+    assert set(told) == {None}
+    kwargs = {"cache_hit": True}
+    request = RoutingRequest("chat", "/v1/chat/completions", {"messages": talk(4)}, [r.base_url for r in replicas])
+    ticket = strategy.tickets.open(kwargs, await core.route(request), frozenset())
+    strategy._succeeded(kwargs, {"usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
+    assert told[-1] is None and strategy.tickets.find(kwargs) is None and ticket.number
 
 
 async def test_each_data_parallel_rank_is_a_replica(strategy, seen):

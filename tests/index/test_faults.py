@@ -264,9 +264,10 @@ def test_a_bad_url_is_one_clear_line(url: str) -> None:
 
 
 def test_a_bad_url_does_not_show_the_password() -> None:
-    with pytest.raises(SettingsError) as caught:
-        check_url("redys://user:secret@host")
-    assert "secret" not in str(caught.value)
+    for url in ("redys://user:secret@host", "redys://h/1?password=secret", "redys://h?sentinel_password=secret"):
+        with pytest.raises(SettingsError) as caught:
+            check_url(url)
+        assert "secret" not in str(caught.value)
 
 
 async def test_every_kind_of_url_makes_a_client() -> None:
@@ -310,6 +311,15 @@ async def test_an_acl_user_with_the_documented_rights(own_server: Any) -> None:
     await writer.release(POOL, "ix", {name: fence for name, (_, fence) in fleet.items()}, leave=True)
     await reader.close()
     await writer.close()
+
+
+async def test_a_cluster_that_is_not_there_is_an_unavailable_index() -> None:
+    reader = RedisIndexReader(Settings(redis_url="redis+cluster://127.0.0.1:1", redis_timeout_ms=2000))
+    for _ in range(2):
+        with pytest.raises(IndexUnavailable):
+            await reader.lookup(POOL, CHAIN)
+    assert reader.breaker_state != "closed"
+    await reader.close()
 
 
 async def test_a_cluster_of_three_masters() -> None:

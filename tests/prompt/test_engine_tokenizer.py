@@ -93,6 +93,21 @@ async def test_a_slow_replica_is_not_waited_for_and_its_answer_kept() -> None:
     await tokenizer.close()
 
 
+async def test_a_replica_that_failed_is_asked_last() -> None:
+    asked: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if request.url.host == "a":
+            raise httpx.ConnectError("gone")
+        return httpx.Response(200, json={"token_ids": [5]})
+
+    tokenizer = asker(handle, deadline_ms=2000)
+    for number in range(2):
+        await tokenizer.encode(CHAT, {"messages": [{"role": "user", "content": str(number)}]})
+    assert asked == ["a", "b", "b"]
+
+
 async def test_bounds() -> None:
     tokenizer = asker(lambda request: httpx.Response(200, json={"token_ids": [1]}), max_body_bytes=100)
     with pytest.raises(PromptUnknown) as info:

@@ -77,7 +77,7 @@ class Processor:
         """Whether the stream goes on."""
         if actions and isinstance(actions[-1], Place):
             decision = await self.router.route(actions.pop().request)  # type: ignore[union-attr]
-            if self._overloaded(decision):
+            if decision.refused:
                 self.router.finished(decision)
                 actions += stream.shed("every replica has too much work ahead")
             else:
@@ -91,12 +91,6 @@ class Processor:
             elif isinstance(action, HangUp):
                 return False
         return True
-
-    def _overloaded(self, decision: Decision) -> bool:
-        bound = self.settings.envoy.shed_backlog_s
-        if bound is None:
-            return False
-        return decision.queued_tokens / self.router.rates.rate(decision.replica_id) > bound
 
 
 class _Outcome:

@@ -170,12 +170,16 @@ class ExtProcServer:
         self.service.set_pools({name: view.pool for name, view in self.directory.pools.items()})
 
     async def _watch_readiness(self) -> None:
-        said = False
+        said, shown = False, set[str]()
         await self._say_ready(said)
         await self.service.warm_up()
         while True:
-            for address in self.directory.addresses():
+            addresses = set(self.directory.addresses())
+            for address in addresses:
                 self.meters.up.labels(address).set(self.health.is_up(address))
+            for address in shown - addresses:
+                self.meters.up.remove(address)
+            shown = addresses
             if self.ready != said:
                 said = self.ready
                 await self._say_ready(said)

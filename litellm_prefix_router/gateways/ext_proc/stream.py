@@ -182,11 +182,11 @@ class Stream:
             body = read_object(bytes(self._body))
             note = None if body is not None else "body is not a JSON object"
         view = self._directory.find(self._route_pool, self._cluster, (body or {}).get("model"))
+        if body is not None:
+            body = self._edit(body, view)
         if view is None:
             return self._without_choice("unknown_pool")
         self._view = view
-        if body is not None:
-            body = self._edit(body, view)
         named: Collection[str] = view.endpoint_of
         subset = self._subset()
         if subset is not None:
@@ -206,6 +206,7 @@ class Stream:
                     candidates=candidates,
                     request_id=self._headers.get("x-request-id", "")[:MAX_HEADER_VALUE],
                     session=self._session(),
+                    max_wait_s=self._options.shed_backlog_s,
                     note=note,
                 )
             )
@@ -238,11 +239,11 @@ class Stream:
         value = wire.metadata_at(self._headers_message, (wire.SUBSET_NAMESPACE, wire.SUBSET))
         return None if value is None else wire.endpoint_list(value)
 
-    def _edit(self, body: dict[str, Any], view: PoolView) -> dict[str, Any]:
+    def _edit(self, body: dict[str, Any], view: PoolView | None) -> dict[str, Any]:
         """Salt and model name as configured, and no wish that would mislead the index; the body as the engine will see
         it."""
         changes: dict[str, Any] = {}
-        model = view.sent_model(body.get("model"))
+        model = view.sent_model(body.get("model")) if view is not None else None
         if model is not None:
             changes["model"] = model
         secret = self._options.salt_secret

@@ -195,6 +195,7 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
             known = self._deployments(router)
             # aliases and teams' models are asked for by other names than their deployments have
             name = group if group in known.pools else str(deployments[0].get("model_name"))
+            failed = self.tickets.retire_previous(request_kwargs)
             pool = known.pools.get(name)
             if pool is None:
                 return None
@@ -205,7 +206,6 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
                     by_replica.setdefault(replica, deployment)
             if not by_replica:
                 return None
-            failed = self.tickets.retire_previous(request_kwargs)
             first = next(iter(by_replica.values()))
             params = first.get("litellm_params") or {}
             note = None
@@ -324,7 +324,9 @@ class LiteLLMPrefixRouter(CustomLogger, CustomRoutingStrategyBase):  # type: ign
         self.tickets.released(self.tickets.find(kwargs))
 
     def _succeeded(self, kwargs: Mapping[str, Any], response: Any) -> None:
-        self.tickets.close(self.tickets.find(kwargs), cached_tokens_of(response))
+        # LiteLLM's own response cache answers with the usage of the first time: it says nothing about a replica
+        reported = None if kwargs.get("cache_hit") else cached_tokens_of(response)
+        self.tickets.close(self.tickets.find(kwargs), reported)
 
 
 def _for_rank(deployment: Any, replica_id: str) -> Any:

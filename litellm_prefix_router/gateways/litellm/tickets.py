@@ -63,6 +63,9 @@ class Tickets:
         if previous is None:
             return frozenset()
         self.close(previous)
+        bucket = _bucket(request_kwargs)
+        if bucket is not None:  # where another strategy decides, nothing of what follows is ours
+            bucket.pop(KEY, None)
         return previous.failed | {previous.decision.replica_id}
 
     def released(self, ticket: Ticket | None) -> None:

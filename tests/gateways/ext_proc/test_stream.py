@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
@@ -61,6 +63,16 @@ def test_the_route_or_the_cluster_names_the_pool_before_the_model_does():
     by_route.stream._route_pool = "b"
     assert by_route.place().request.pool == "b"
     assert Wire(pools=pools).place().request.pool == "a"
+
+
+def test_a_request_for_a_model_of_no_pool_is_salted_all_the_same():
+    pools = {name: {"model": name, "endpoints": ENDPOINTS} for name in ("a", "b")}
+    wire = Wire(pools=pools, tenant_header="x-tenant", salt_secret="s" * 32)
+    wire.headers(x_tenant="acme")
+    unplaced, reply = wire.body({"model": "an alias", "cache_salt": "of the client's choice"})
+    assert unplaced == Unplaced("unknown_pool")
+    sent = json.loads(reply.message.request_body.response.body_mutation.body)
+    assert sent["model"] == "an alias" and len(sent["cache_salt"]) > 30
 
 
 @pytest.mark.parametrize(
