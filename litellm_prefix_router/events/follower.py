@@ -63,7 +63,6 @@ class Follower:
         self._address: StreamAddress | None = None
         self._connected = self._was_up = False
         self._alarm: Alarm | None = None
-        self._unanchored = 0
         self._unheard: tuple[int, str] | None = None
         """Frames at which the engine was found to work without being heard, and a note on it."""
         self._connections = 0
@@ -143,15 +142,13 @@ class Follower:
             knowledge, note = "degraded", "catching up"
         elif self.record.slot is None:
             knowledge, note = "none", self.record.note
-        elif not tracker.complete and tracker.counts["unanchored"] > self._unanchored:
-            knowledge, note = "degraded", "joined late: some cached blocks are not known"
         elif not tracker.complete:
-            knowledge, note = "degraded", self._alarm.detail if self._alarm else "joined late"
+            late = "joined late: some cached blocks are not known"
+            knowledge, note = "degraded", self._alarm.detail if self._alarm else late
         elif self._alarm is not None and self._alarm.kind == "block_size":
             knowledge, note = "degraded", f"block size changed: {self._alarm.detail}"
         else:
             knowledge = "exact"
-        self._unanchored = tracker.counts["unanchored"]
         self._publish(
             slot=self.record.slot,
             knowledge=knowledge,

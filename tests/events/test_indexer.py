@@ -82,6 +82,16 @@ async def matches(reader: Any, fleet: list[SimReplica], text: str = TEXT) -> dic
     return {at: found[r.base_url] for at, r in enumerate(fleet) if r.base_url in found}
 
 
+async def filled(reader: Any, fleet: list[SimReplica]) -> int:
+    """Once all are followed, and all hold TEXT: its full blocks."""
+    await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
+    for replica in fleet:
+        await ask(replica, TEXT)
+    full = len(chain(fleet[0], TEXT, (await reader.roster(POOL))[fleet[0].base_url].block_size))
+    await eventually(lambda: matches(reader, fleet), dict.fromkeys(range(len(fleet)), full))
+    return full
+
+
 async def test_events_of_a_fleet_reach_the_index(settings: Settings, fleet: list[SimReplica]) -> None:
     reader = RedisIndexReader(settings, "gw")
     await reader.announce(POOL, records(fleet), 30)
@@ -105,11 +115,7 @@ async def test_takeover_keeps_the_slot_and_blinds_nobody(settings: Settings, fle
     reader = RedisIndexReader(settings, "gw")
     await reader.announce(POOL, records(fleet), 30)
     async with running(Indexer(settings, indexer_id="first")):
-        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
-        for replica in fleet:
-            await ask(replica, TEXT)
-        full = len(chain(fleet[0], TEXT, (await reader.roster(POOL))[fleet[0].base_url].block_size))
-        await eventually(lambda: matches(reader, fleet), dict.fromkeys(range(4), full))
+        full = await filled(reader, fleet)
     slots = {name: (r.slot, r.incarnation) for name, r in (await reader.roster(POOL)).items()}
     await ask(fleet[3], "asked while nobody follows " * 40)
     async with running(Indexer(settings, indexer_id="second")):
@@ -132,11 +138,7 @@ async def test_an_emptied_redis_is_written_again_from_memory(
     reader = RedisIndexReader(settings, "gw")
     await reader.announce(POOL, records(fleet), 30)
     async with running(Indexer(settings)):
-        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
-        for replica in fleet:
-            await ask(replica, TEXT)
-        full = len(chain(fleet[0], TEXT, (await reader.roster(POOL))[fleet[0].base_url].block_size))
-        await eventually(lambda: matches(reader, fleet), dict.fromkeys(range(4), full))
+        full = await filled(reader, fleet)
         client = valkey.client()
         client.delete(*client.keys(settings.key_prefix + "*"))  # at once, or some of what is written again goes, too
         await eventually(lambda: matches(reader, fleet), dict.fromkeys(range(4), full))
@@ -219,11 +221,7 @@ async def test_a_takeover_from_a_replica_that_is_slow_to_say_where_its_events_ar
     reader = RedisIndexReader(settings, "gw")
     await reader.announce(POOL, records(fleet), 30)
     async with running(Indexer(settings)):
-        await eventually(lambda: knowledge(reader), {r.base_url: "exact" for r in fleet})
-        for replica in fleet:
-            await ask(replica, TEXT)
-        full = len(chain(fleet[0], TEXT, (await reader.roster(POOL))[fleet[0].base_url].block_size))
-        await eventually(lambda: matches(reader, fleet), dict.fromkeys(range(4), full))
+        full = await filled(reader, fleet)
     slots = {name: (r.slot, r.incarnation) for name, r in (await reader.roster(POOL)).items()}
     original, slow = follower_module.ask_replica, True
 
