@@ -94,11 +94,17 @@ async def test_an_old_event_port_that_another_engine_took_is_left(
             port, (events,) = first.port, first.event_endpoints
         # while nothing answers at the replica's own address, its stream connects to the port's new owner
         other = await stack.enter_async_context(SimReplica(replace(CONFIG, events_port=int(events.rpartition(":")[2]))))
-        blocks = await full_chain(reader, first)
-        await ask(other, TEXT)
-        await eventually(lambda: matches(reader, [first]), {0: blocks})
+        texts: list[str] = []
+
+        async def taken_for_the_first() -> bool:
+            texts.append(f"prompt {len(texts)} of another engine; {TEXT}")
+            await ask(other, texts[-1])
+            await asyncio.sleep(0.1)
+            return bool(await matches(reader, [first], texts[-1]))
+
+        await eventually(taken_for_the_first, True)
         second = await stack.enter_async_context(SimReplica(replace(CONFIG, port=port)))
-        await eventually(lambda: matches(reader, [second]), {})
+        await eventually(lambda: matches(reader, [second], texts[-1]), {})
         await eventually(lambda: knowledge(reader), {second.base_url: "exact"})
         own = f"what only the second was asked; {TEXT}"
         await ask(second, own)
