@@ -142,6 +142,8 @@ class Follower:
             knowledge, note = "degraded", "catching up"
         elif self.record.slot is None:
             knowledge, note = "none", self.record.note
+        elif tracker.unconfirmed:
+            knowledge, note = "degraded", "taken over: its next event tells whether one was missed"
         elif not tracker.complete:
             late = "joined late: some cached blocks are not known"
             knowledge, note = "degraded", self._alarm.detail if self._alarm else late

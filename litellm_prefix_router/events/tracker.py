@@ -73,6 +73,8 @@ class Tracker:
         self.block_size = 0
         self.complete = True
         """This life was followed from its first frame (or its last clearing) on."""
+        self.unconfirmed = False
+        """Restored, and no replay can tell what came since: the next frame's number does."""
         self.counts: Counter[str] = Counter()
         """frames, stored, removed, repeats, gaps, restarts, distrusted, unanchored, duplicates, unknown_removed, and
         skips."""
@@ -96,10 +98,10 @@ class Tracker:
         """First call, once frames may arrive."""
         if self._restored and self.can_replay:
             self._ask(prove=True)
+        elif self._restored:
+            self.unconfirmed = True
         else:
             self._begin("start")
-            if self._restored:  # what was held is unknown without a replay
-                self.complete = False
             if self.can_replay:
                 self._ask(prove=False)
         return self._take()
@@ -159,6 +161,7 @@ class Tracker:
 
     def reconnected(self) -> list[Output]:
         """The stream's connection was lost and is back: the engine may be another one, frames may be missing."""
+        self.unconfirmed = False
         if self._replaying:
             # what is replayed now, and what came until now, may be of the life before
             self._prove_again = True
@@ -184,6 +187,7 @@ class Tracker:
         if self._replaying:
             return []
         self.counts["distrusted"] += 1
+        self.unconfirmed = False
         self._begin("distrusted")
         self.last = -1
         if self.can_replay:
@@ -221,6 +225,11 @@ class Tracker:
     # -- sequence ------------------------------------------------------------------------------------------------
 
     def _live(self, seq: int, payload: bytes, advances: bool) -> None:
+        if self.unconfirmed:
+            self.unconfirmed = False
+            if seq != self.last + 1:
+                self._begin("gap")
+                self.last = -1
         if self._replaying:
             self._queue.append((seq, payload, advances))
             if len(self._queue) > _QUEUE_FRAMES:
@@ -290,6 +299,7 @@ class Tracker:
 
     def _forget(self, reason: str) -> None:
         self.counts["restarts"] += 1
+        self.unconfirmed = False
         self.ledger.clear()
         self._digests.clear()
         self._queue.clear()

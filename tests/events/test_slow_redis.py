@@ -207,14 +207,34 @@ async def test_many_replicas_are_taken_and_handed_over_however_late_redis_is(
         rosters = [await reader.roster(pool) for pool in pools]
         return Counter(r.indexer for roster in rosters for r in roster.values() if r.knowledge == "exact")
 
+    async def held_by(indexer: str) -> int:
+        rosters = [await reader.roster(pool) for pool in pools]
+        return sum(r.indexer == indexer for roster in rosters for r in roster.values())
+
     async with running(Indexer(through, indexer_id="one")):
         await eventually(holders, {"one": 40}, 60)
         for engines in pools.values():
             for engine in engines:
                 engine.store(1)  # something to hand over
         async with running(Indexer(through, indexer_id="two")):
-            await eventually(holders, {"one": 20, "two": 20}, 60)
+            await eventually(lambda: held_by("two"), 20, 60)
             late.delay_s = 0.0
+            for engines in pools.values():
+                for engine in engines:
+                    engine.store(2)  # engines that cannot replay are known exactly from their next event on
+            await eventually(holders, {"one": 20, "two": 20}, 60)
+
+            async def known() -> bool:
+                return all(
+                    [
+                        (await reader.lookup(pool, chain)).matches.get(engine.record.replica_id) == len(chain)
+                        for pool, engines in pools.items()
+                        for engine in engines
+                        for chain in engine.held
+                    ]
+                )
+
+            await eventually(known, True, 60)  # what was stored before the hand-over, too
     assert "lost the lease" not in caplog.text
     await reader.close()
 

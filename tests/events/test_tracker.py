@@ -271,6 +271,22 @@ def test_a_snapshot_continues_where_the_stream_proves_it() -> None:
     assert not Tracker("another pool").restore(blob) and not Tracker("p").restore(b"junk")
 
 
+def test_a_snapshot_without_a_replay_counts_if_the_next_frame_follows_it() -> None:
+    frames = [batch(stored([at], tokens(at, 1)), ts=float(at)) for at in range(6)]
+    for nothing_missed in (True, False):
+        tracker, index = begun()
+        for seq in (0, 1):
+            index.take(tracker.receive(seq, frames[seq]))
+        blob = tracker.snapshot()
+        assert blob is not None
+        successor = Tracker("p")
+        assert successor.restore(blob) and successor.start() == [] and successor.unconfirmed
+        index.take(successor.receive(2 if nothing_missed else 4, frames[2]))
+        assert not successor.unconfirmed and successor.complete is nothing_missed
+        assert len(index.gpu) == (3 if nothing_missed else 1)
+        assert set(successor.ledger.hashes().tolist()) == index.gpu
+
+
 def test_ledger_costs_at_most_200_bytes_a_block() -> None:
     import tracemalloc
 
